@@ -97,7 +97,7 @@ def refuse_python_random() -> Iterator[None]:
         yield
         if before.has_changed():
             raise CaptureError(
-                "forward draws random numbers with `random` or numpy in a way that a captured step can't repeat, so "
-                "they would be the same in every step: call the functions of `random` and `numpy.random` with plain "
+                "forward draws random numbers with `random` or numpy in ways that a captured step can't repeat, "
+                "which would be the same in every step: call the functions of `random` and `numpy.random` with plain "
                 "numbers, draw with torch, or draw outside of the module"
             )

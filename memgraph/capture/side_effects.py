@@ -36,10 +36,10 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
     try:
         second = trace()
     except Exception as error:
-        raise changed_call_error(name) from error
+        raise _changed_call_error(name) from error
     changed = first[2].changed(second[2])
     if changed is not None or not is_same_step(first, second):
-        raise changed_call_error(changed or name)
+        raise _changed_call_error(changed or name)
 
 
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
@@ -47,8 +47,7 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     return first[1] == second[1] and _is_same_graph(first[0], second[0])
 
 
-def changed_call_error(name: str) -> CaptureError:
-    """Return the error for an attribute that forward changes."""
+def _changed_call_error(name: str) -> CaptureError:
     return CaptureError(
         f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
         "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "

@@ -40,9 +40,9 @@ from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
-from .python_state.counted_numbers import Place, counting, take_back_numbers
+from .python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from .python_state.draw_in_graph import drawing_in_trace
-from .side_effects import TraceRecord, changed_call_error, is_same_step, refuse_side_effects
+from .side_effects import TraceRecord, is_same_step, refuse_side_effects
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
@@ -81,8 +81,8 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
     ):
         traced = partial(_traced, call, mode, wanted, before)
         step, graph = traced()
-        if step.changed:
-            step, graph = _counted(traced, step, graph)
+        if step.changed is not None:
+            step, graph = _counted(traced, step, graph, step.changed)
             traced = partial(traced, step.counted)
         refuse_side_effects(before, _facts(step, graph), lambda: _facts(*traced()))
     describe_constants(graph, mode)
@@ -91,17 +91,19 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
 
 
 def _counted(
-    traced: Callable[[Sequence[Place]], tuple[_TracedStep, fx.GraphModule]], step: _TracedStep, graph: fx.GraphModule
+    traced: Callable[[Sequence[Place]], tuple[_TracedStep, fx.GraphModule]],
+    step: _TracedStep,
+    graph: fx.GraphModule,
+    changed: ChangedNumbers,
 ) -> tuple[_TracedStep, fx.GraphModule]:
     """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
-    path, _, name = step.changed[0]
     try:
-        counted, other = traced(step.changed)
+        counted, other = traced(changed.places)
         is_same = is_same_step(_facts(step, graph), _facts(counted, other))
     except Exception as error:
-        raise changed_call_error(f"{path}.{name}".lstrip(".")) from error
+        raise changed.error from error
     if not is_same or counted.has_custom_functions:  # the backward of one may read the number
-        raise changed_call_error(f"{path}.{name}".lstrip("."))
+        raise changed.error
     return counted, other
 
 
@@ -141,7 +143,7 @@ class _TracedStep:
         counted: Sequence[Place],
     ) -> None:
         self.call, self.mode, self.wanted, self.before, self.counted = call, mode, wanted, before, counted
-        self.changed: Sequence[Place] = ()  # numbers that forward has changed
+        self.changed: ChangedNumbers | None = None
         self.counters: list[Counter] = []
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()

@@ -2,8 +2,8 @@
 
     self.calls += 1   ->   Counter("", "calls", ("add", ("attribute", "", "calls"), ("number", 1)))
 
-The graph depends on none of them, so a run of the step needs no capture for their new values: the formulas are computed
-in Python when forward has run.
+The graph depends on none of them, and needs no capture for new values.  Python evaluates the formulas when forward has
+run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draw coins before all other ops, so that a coin that falls otherwise costs no forward.
 
-    y = linear(x)                        coin = memgraph_host::draw(...);  memgraph_guards::equal(lt(coin, 0.1), [False])
-    coin = memgraph_host::draw(...)  ->  y = linear(x)
-    equal(lt(coin, 0.1), [False])
+    y = linear(x)                        coin = memgraph_host::draw(...)
+    coin = memgraph_host::draw(...)  ->  equal(lt(coin, 0.1), [False])
+    equal(lt(coin, 0.1), [False])        y = linear(x)
 
 Ops that read no input may run first, if each generator still draws in the same order.
 """
@@ -32,7 +32,7 @@ def draw_coins_first(graph: fx.Graph, guards: set[fx.Node]) -> None:
         elif generator:
             kept.add(generator)
     needed = _read_by([node for node in movable if node in guards])
-    generators: set[str] = set()  # of which a later draw moves
+    generators: set[str] = set()  # those of later draws that move
     moved = []
     for node in reversed(movable):
         if node in needed or _generator(node) in generators:

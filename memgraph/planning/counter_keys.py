@@ -25,9 +25,7 @@ class CounterKeys:
 
     def __init__(self, attributes: AttributeGuard) -> None:
         self._attributes = attributes
-        self._known: OrderedDict[Hashable, tuple[int, ...]] = (
-            OrderedDict()
-        )  # guard for any number -> their places in it
+        self._known: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # by guard: places of the numbers
 
     def general(self, guard: Any) -> Any:
         """Return the guard for any number, if a step was captured for that."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
+from ...errors import CaptureError
 from ...graph.counters import OPERATORS, Counter, Formula
-from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_snapshot import AttributeSnapshot, changed_number_error
 
 NUMBERS = (int, float)
 Place = tuple[str, nn.Module, str]  # of an attribute: path, submodule, name
@@ -23,6 +25,14 @@ OBJECT = frozenset({
     "__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__setattr__",
     "__delattr__", "__dir__", "__sizeof__",
 })  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedNumbers:
+    """The numbers that forward has changed, and the error if it needs them."""
+
+    places: tuple[Place, ...]
+    error: CaptureError
 
 
 class _NumberNeededError(Exception):
@@ -42,16 +52,18 @@ class CountedNumber:
         return self.kind
 
 
-def take_back_numbers(before: AttributeSnapshot) -> tuple[Place, ...]:
-    """Put back the numbers of submodules that forward has changed, and return where they are."""
-    changed = []
+def take_back_numbers(before: AttributeSnapshot) -> ChangedNumbers | None:
+    """Put back the numbers of submodules that forward has changed, and return where they are; None without any."""
+    changed: list[Place] = []
+    errors: list[CaptureError] = []
     for (path, module), attributes in zip(before.modules, before.attributes, strict=True):
         for name, old in attributes.items():
             new = vars(module).get(name)
             if type(old) in NUMBERS and type(new) in NUMBERS and repr(old) != repr(new):
                 vars(module)[name] = old
                 changed.append((path, module, name))
-    return tuple(changed)
+                errors.append(changed_number_error(f"{path}.{name}".removeprefix("."), old, new))
+    return ChangedNumbers(tuple(changed), errors[0]) if changed else None
 
 
 @contextmanager

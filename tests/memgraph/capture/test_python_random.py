@@ -19,7 +19,7 @@ from tests.support.compare import ROOM
 STEPS = 6
 X = torch.linspace(-1, 1, 32).view(4, 8)
 SPEECH: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8, 8),
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8, 8),
     "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
     "num_feat_extract_layers": 2, "mask_time_length": 2, "mask_time_prob": 0.3, "mask_feature_prob": 0.2,
     "mask_feature_length": 2, "layerdrop": 0.0,
@@ -152,7 +152,7 @@ def stored(part: Any, x: Tensor) -> Tensor:
 def test_what_would_be_the_same_in_every_step_is_refused_and_nothing_is_drawn(then: Any) -> None:
     model = Drawing(then)
     before = random.getstate(), repr(np.random.get_state())
-    with pytest.raises(memgraph.CaptureError, match="random|drawn|draws"):
+    with pytest.raises(memgraph.CaptureError, match=r"random|drawn|draws|stores"):
         memgraph.compile(model, ROOM)(X)
     assert (random.getstate(), repr(np.random.get_state())) == before
     assert not hasattr(model, "latest")
