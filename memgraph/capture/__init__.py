@@ -18,6 +18,7 @@ leaf_inputs           inputs that forward may change in place though they requir
 prod_gradient         the gradient of torch.prod as in eager
 reentrant_forward     whether forward can run a second time
 constants             tensors that a step reads besides its inputs
+python_state          draws with `random` and numpy, and counters
 side_effects          refuse Python state that forward changes
 refuse_reseeding      refuse what forward does to random generators
 explain_errors        turn torch's errors into a CaptureError with source line and advice

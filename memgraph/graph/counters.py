@@ -2,8 +2,8 @@
 
     self.calls += 1   ->   Counter("", "calls", ("add", ("attribute", "", "calls"), ("number", 1)))
 
-The graph depends on none of them, and needs no capture for new values.  Python evaluates the formulas when forward has
-run.
+The graph is the same for any value of these, so a new value needs no capture.  Each run of a step evaluates the
+formulas after its forward.
 """
 
 from __future__ import annotations
