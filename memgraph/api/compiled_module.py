@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..graph.counters import advance
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
-from ..guards.signature import has_gradients, signature
+from ..guards.signature import has_gradients, signature, with_attributes
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
@@ -210,8 +210,9 @@ class CompiledModule(ModuleProxy):
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
                 new = self._new_step(args, kwargs, key)
-                counters = new.parts.captured.counters
-                call, key = (self._counters.add(known, counters, self._module) for known in (call, key))
+                captured = new.parts.captured
+                call, key = (self._counters.add(known, captured.counters, self._module) for known in (call, key))
+                call, key = self._without_changed_attributes(captured, call, key)
                 call, key = (self._variants.add(known, new.parts.captured.guards) for known in (call, key))
                 key, floats = self._floats.add(call, key, new, steps)
                 if warning := self._variants.warning(key, new.parts.captured.guards):
@@ -225,6 +226,15 @@ class CompiledModule(ModuleProxy):
                 if self._planner.keeps_captures:
                     self._captures.add((guard, outputs), dropped.parts.captured)
             return step, floats
+
+    def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
+        """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
+        changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
+        if key != call or not self._attributes.ignore(changed):
+            return call, key
+        (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
+        call = (with_attributes(guard, self._attributes), state), adds, outputs
+        return call, call
 
     def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """Plan a step, and log why that happens and how long it took."""

@@ -8,6 +8,7 @@ not a tensor is a constant of the graph: a caller that reuses the graph must com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +25,12 @@ from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
+from ..graph.opaque_ops import with_parts
+from ..opaque.chosen_parts import OpaqueParts
+from ..opaque.recorder import Recorder
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
+from ..tensors.traced_number import TracedFloat, TracedInt
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
@@ -33,10 +38,15 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
+from .python_state.refuse_reseeding import refuse_reseeding
+from .python_state.refused_draws import refuse_python_random
 from .reentrant_forward import can_run_again
-from .refuse_reseeding import refuse_reseeding
-from .trace_joint import trace_joint
-from .value_modes import ValuesNeeded
+from .saved.capture_files import call_kind, find_capture, keep_capture
+from .saved.op_log import OpLog
+from .trace_joint import JointGraph, trace_joint
+from .type_checks import TypeChecks
+from .user_checkpoint import as_in_eager
+from .value_modes import ValuesNeeded, is_number
 from .value_run import Measure, ValueRun, run_for_values
 
 __all__ = [
@@ -53,6 +63,9 @@ __all__ = [
 ]
 
 
+LOG = logging.getLogger(__name__)
+
+
 def _unmeasured(run: Callable[[], object]) -> int:
     run()
     return 0
@@ -67,11 +80,14 @@ def capture(
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
     measure: Measure = _unmeasured,
+    opaque: bool | Sequence[str] = False,
 ) -> Captured:
     """Capture the step of `module(*args, **kwargs)`; nothing is changed.
 
     No real tensor is read, unless Python asks for the value of one. Then forward runs once, inside `measure`, and the
     graph has guards.
+
+    `opaque` submodules run as they are: those at these paths, and unless it is False, those that can't be traced.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
@@ -81,17 +97,16 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    tracer = _Tracer(module, args, kwargs, grad, floats, measure)
-    captured = tracer.captured(wanted)
-    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
-    if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
-        return captured
-    return tracer.captured(select_all)
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque, as_in_eager))
+    try:
+        return tracer.sure(wanted)
+    finally:
+        tracer.parts.close()
 
 
 @dataclass
 class _Tracer:
-    """Traces a call, and once it has asked for values, with these."""
+    """Traces a call, and once it has asked for values or can't trace a submodule, with what a real run recorded."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -99,49 +114,108 @@ class _Tracer:
     grad: bool
     floats: FloatInputs | None
     measure: Measure
+    parts: OpaqueParts
     values: ValueRun | None = None
+    needed: str = ""  # why numbers that forward reads from tensors can't vary
+    needs_values: bool = False
+
+    def sure(self, wanted: OutputSelector) -> Captured:
+        """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
+        captured = self.captured(wanted)
+        is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
+        if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
+            return captured
+        return self.captured(select_all)
 
     def captured(self, wanted: OutputSelector) -> Captured:
-        traced = partial(_captured, self.module, self.args, self.kwargs, self.grad, wanted, self.floats)
+        while True:
+            try:
+                if self.needs_values or (self.parts.recorder is None and self.parts.reasons):
+                    self._run()
+                return self._traced(wanted)
+            except ValuesNeeded as error:
+                if self.values is not None:
+                    raise _backward_error(error) from None
+                self.needs_values = True
+            except CaptureError as error:
+                self.parts.add(error)
+
+    def _traced(self, wanted: OutputSelector) -> Captured:
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
+        traced = partial(_captured, *given, self.values, self.parts.recorder)
+        if self.needed or self.values is None or not any(map(is_number, self.values.answers)):
+            return traced()
+        checks = TypeChecks((TracedFloat, TracedInt))
         try:
-            return traced(self.values)
-        except ValuesNeeded as error:
-            if self.values is not None:
-                raise _backward_error(error) from None
+            with checks.watching():
+                captured = traced(has_numbers=True)
+            if not checks.found:
+                return captured
+            needed = f"the type or identity of one may be checked at {checks.found}"
+        except Exception as error:  # the trace with numbers will say what is wrong with the call
+            needed = f"{error.__cause__ or error}"
+        captured, self.needed = traced(), needed
+        LOG.info("numbers that forward reads from tensors are guarded by their values: %s", needed)
+        return captured
+
+    def _run(self) -> None:
+        self.needs_values = False
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
-            self.values = run_for_values(Call.of(self.module, self.args, self.kwargs), self.measure)
-        return traced(self.values)
+            call = Call.of(self.module, self.args, self.kwargs)
+            self.values = run_for_values(call, self.measure, self.parts.recording)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, values: ValueRun | None,
+    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
+    has_numbers: bool = False,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
-    with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
+    is_plain = floats is None and values is None and recorder is None
+    kind = call_kind(call, grad, wanted) if is_plain else ""
+    if (found := find_capture(kind, call, grad, wanted)) is not None:
+        return _described(*found, wanted)
+    log, answers = OpLog(), values.answers if values is not None else None
+    mode = ConstantFakeMode(floats is not None, answers, has_numbers)
+    with (
+        fake_mode_context(mode),
+        refuse_python_random(module),
+        torch.set_grad_enabled(grad),
+        explain_error(module, mode),
+    ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted)
+            joint = trace_joint(call, mode, wanted, log, recorder)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
-    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
-    captured = Captured(
-        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
-        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        counters=joint.counters,
-        guards=value_guards(graph.graph), value_run_nbytes=values.nbytes if values is not None else 0,
-    )  # fmt: skip
+    keep_capture(kind, log, graph)
+    captured = _described(joint, graph, wanted)
+    if values is not None or recorder is not None:
+        parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
+        captured = replace(
+            captured, guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
+            value_run_nbytes=values.nbytes if values is not None else 0,
+        )  # fmt: skip
     if floats is None:
         return captured
     special_values = tuple(floats.trace.special_values)
     return replace(captured, floats=float_inputs(graph.graph), special_values=special_values)
+
+
+def _described(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -> Captured:
+    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    return Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+        counters=joint.counters,
+    )  # fmt: skip
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

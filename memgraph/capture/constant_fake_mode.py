@@ -24,10 +24,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
+from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
-from ..tensors.traced_float import ValueNeededError
+from ..graph.op_descriptions import describe
+from ..tensors.traced_number import ValueNeededError
 from .float_inputs import with_values
 from .value_modes import Answer
 
@@ -74,10 +75,15 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self, has_floats: bool = False, answers: Sequence[Answer] | None = None) -> None:
-        """With `has_floats`, ops may read traced floats. `answers` are the values that Python asks for."""
+    def __init__(
+        self, has_floats: bool = False, answers: Sequence[Answer] | None = None, has_numbers: bool = False
+    ) -> None:
+        """`answers` are the values that Python asks for.
+
+        Stand-ins may be arguments of ops: with `has_floats` for floats, with `has_numbers` for numbers of tensors.
+        """
         super().__init__(allow_non_fake_inputs=True)
-        self.has_floats, self.answers = has_floats, answers
+        self.has_floats, self.answers, self.has_numbers = has_floats, answers, has_numbers
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -91,30 +97,27 @@ class ConstantFakeMode(FakeTensorMode):
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
         kwargs = kwargs or {}
-        if self.has_floats:
+        if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)
+        caches = self.cache_enabled
+
+        def run() -> Any:
+            # torch would cache storages that are no larger than the results, and the bytes of a step would depend on
+            # earlier traces of the process.
+            self.cache_enabled = caches and func in _measured and func not in _large
+            try:
+                result = super(ConstantFakeMode, self).dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = caches
+            _record_storages(func, result)
+            return result
+
         try:
-            with self._caching(func):
-                result = super().dispatch(func, types, args, kwargs)
+            return describe(func, args, kwargs, self, run)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)
             raise
-        _record_storages(func, result)
-        return match_kernel_layout(func, args, result, self)
-
-    @contextmanager
-    def _caching(self, func: Any) -> Iterator[None]:
-        """Let torch cache a result, unless the op makes storages larger than its results cover.
-
-        The cached result has smaller storages, so the bytes of a step would depend on earlier traces of the process.
-        """
-        before = self.cache_enabled
-        self.cache_enabled = before and func in _measured and func not in _large
-        try:
-            yield
-        finally:
-            self.cache_enabled = before
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the real value of a traced tensor if no input affects it."""

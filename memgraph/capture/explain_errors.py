@@ -45,21 +45,19 @@ EXPLANATIONS = (
         "give the recurrent layer the padded batch, and mask what follows the ends",
     ),
     Explanation(
-        ("aten._ctc_loss",),
-        "how much memory ctc_loss takes depends on the values of the lengths",
-        "return the log-probabilities, and compute ctc_loss outside of the module",
-    ),
-    Explanation(
-        ("aten._grouped_mm",),
-        "torch describes this op for bfloat16 alone",
-        "give it tensors of bfloat16, for transformers' experts by model.to(torch.bfloat16) (autocast does not do it); "
-        'their config.experts_implementation = "batched_mm" takes any dtype, but copies the weights of an expert for '
-        "each token that it gets, which is many times the bytes",
-    ),
-    Explanation(
         ("aten._nested_tensor_from_mask",),
         "an encoder makes a nested tensor of what is not padding, whose shape depends on the mask",
         "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
+    ),
+    Explanation(
+        ("_nested_", "NestedTensor", "nested_tensor", "self.shape_env must not be None"),
+        "a nested tensor has rows of several lengths, and only dense tensors are captured",
+        "pad the rows and mask what follows their ends; nn.TransformerEncoder does with enable_nested_tensor=False",
+    ),
+    Explanation(
+        ("SparseTensorImpl", "SparseCsrTensorImpl", "SparseCooTensor", "compressed tensor"),
+        "forward makes a sparse tensor, and only dense tensors are captured",
+        "use index_add, scatter_reduce or segment_reduce on the indices and values, or do this outside of the module",
     ),
     Explanation(
         ("There was no rule registered for HigherOrderOperator",),

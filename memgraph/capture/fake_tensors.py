@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from ..system.python_random import restoring_python_random
+from ..system.cycle_collector import paused_collector
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 
@@ -29,8 +29,8 @@ MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
     """Enter the modes in which a step is traced."""
     with ExitStack() as stack:
+        stack.enter_context(paused_collector())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(refuse_python_random())
         stack.callback(_clear_full_cache)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
@@ -85,19 +85,3 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
     with mode, torch.no_grad():
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def refuse_python_random() -> Iterator[None]:
-    """Raise if forward draws from `random` or numpy with functions that are not known, and restore all generators.
-
-    Each step would get the numbers of the trace.
-    """
-    with restoring_python_random() as before, torch.random.fork_rng(devices=()):
-        yield
-        if before.has_changed():
-            raise CaptureError(
-                "forward draws random numbers with `random` or numpy in ways that a captured step can't repeat, "
-                "which would be the same in every step: call the functions of `random` and `numpy.random` with plain "
-                "numbers, draw with torch, or draw outside of the module"
-            )

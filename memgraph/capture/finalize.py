@@ -29,6 +29,7 @@ from ..graph.nodes import (
     returned_values,
     storages,
 )
+from ..graph.opaque_ops import FORWARD
 from ..graph.provenance import PROVENANCE
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
@@ -64,9 +65,8 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     places = [place for place in functional.changed if joint.inputs[place].kind == "buffer"]
     assigned = {writer.placeholders[place] for place in joint.assigned}
     draw_coins_first(graph, set(filter(is_guard, graph.nodes)))
-    guards = [node for node in graph.nodes if is_guard(node)]
     buffers = [writer.placeholders[place] for place in places]
-    reinplace(graph, joint.mode, buffers, assigned, after=guards[-1] if guards else None)
+    reinplace(graph, joint.mode, buffers, assigned, after=writer.agree_on_guards(FORWARD))
     drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)

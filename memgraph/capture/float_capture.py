@@ -19,10 +19,10 @@ from ..errors import CaptureError
 from ..graph.captured import Captured, Ref
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.traced_float import FloatArgument, FloatValues, TracedFloat, ValueNeededError
+from ..tensors.traced_number import FloatArgument, FloatValues, TracedFloat, ValueNeededError
 from .capture import capture
 from .float_inputs import FloatInputs
-from .side_effects import is_same_constant
+from .python_state.side_effects import is_same_constant
 from .type_checks import TypeChecks
 
 
@@ -45,7 +45,7 @@ class FloatCapture:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
     ) -> Captured | None:
         """Return the captured call; None if one of the floats has to be a constant."""
-        checks = TypeChecks(TracedFloat, [str(name) for _, name in self.inputs.containers.values()])
+        checks = TypeChecks((TracedFloat,), [str(name) for _, name in self.inputs.containers.values()])
         try:
             with checks.watching():
                 captured = capture(module, args, kwargs, grad=grad, wanted=wanted, floats=self.inputs)

@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
 from ..graph.nodes import is_check, returned_values, written_inputs
+from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
+from ..graph.tensor_numbers import CopiedNumbers
 from .constants import describe_constants, refuse_changed_constants
 from .float_inputs import with_stand_ins
 from .inplace import replace_inplace
@@ -103,11 +105,13 @@ class _Interpreter(fx.Interpreter):
         self.at_boundary, self.has_floats = at_boundary, has_floats
         self.ends: GraphEnds | None = None
         self.results = returned_values(graph.graph)
+        self.numbers = CopiedNumbers()
 
     def run_node(self, n: fx.Node) -> Any:
         if self.ends is None and is_backward(n):
             self.ends = self.at_boundary([self.env.get(node) for node in self.results])
-        result = self._run_check(n) if is_check(n) else super().run_node(n)
+        run = self._run_check if is_check(n) else self._copy_number if is_number(n) else super().run_node
+        result = run(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
             for written in written_inputs(n):
                 _restore_strides(self.env[written], written.meta["val"])
@@ -122,6 +126,13 @@ class _Interpreter(fx.Interpreter):
         args, kwargs = tree_map(from_fun, self.fetch_args_kwargs_from_env(n))
         with self._set_current_node(n), disable_functional_mode():
             return n.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _copy_number(self, n: fx.Node) -> Any:
+        args, _ = tree_map(from_fun, self.fetch_args_kwargs_from_env(n))
+        mode = get_proxy_mode()
+        assert mode is not None
+        with self._set_current_node(n):
+            return self.numbers.copy(n, args, mode.tracer)
 
 
 def _restore_strides(value: Any, like: Tensor) -> None:

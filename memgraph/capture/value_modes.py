@@ -28,9 +28,11 @@ from ..graph.aten_shims import SUM_ROWS
 from ..graph.guard_ops import EQUAL, SIZED, TOLIST, Scalars, sizes_of, strides_of, values_of
 from ..graph.nodes import UNGUARDED, aten
 from ..graph.provenance import user_line
+from ..graph.tensor_numbers import TensorNumbers
 
 ONE_HOT = nn.functional.one_hot
 READS = aten._local_scalar_dense.default
+ITEM, IS_NONZERO = torch.Tensor.item, torch.Tensor.__bool__
 MASKS = (torch.bool, torch.uint8)
 # Ops that take masks as indices, with the position of a value whose gradient has as many rows as the masks select.
 INDEXED = {
@@ -64,15 +66,17 @@ class Answer:
 class _ValueMode(TorchDispatchMode):
     """Finds the questions among the ops of forward and backward."""
 
+    supports_higher_order_operators = True  # they are passed on, and refused below
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.arguments(func, args, kwargs or {})
         if func is READS:
             return self.values(args[0])[0]
         if func is aten.equal.default:
             return self.equal(*args)
         if func is aten.allclose.default:
             return bool(self.values(aten.isclose.default(*args, **kwargs).all())[0])
-        if func in SIZED:
+        if func in SIZED and kwargs.get("output_size") is None:
             return self.sized(func, args, kwargs)
         if func in INDEXED and self.splits(func, args):
             args = (args[0], [part for index in args[1] for part in self._split(index)], *args[2:])
@@ -99,9 +103,17 @@ class _ValueMode(TorchDispatchMode):
     def summed_rows(self, func: OpOverload, args: Any) -> Any:
         raise NotImplementedError
 
+    def arguments(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Return the arguments that an op takes."""
+        return args, kwargs
+
     def values(self, tensor: Tensor) -> Scalars:
         """Return the numbers of a tensor."""
         raise NotImplementedError
+
+    def number(self, tensor: Tensor) -> Any:
+        """Return the number of a tensor that has one."""
+        return self.values(tensor)[0]
 
     def equal(self, tensor: Tensor, other: Tensor) -> bool:
         same = tensor.shape == other.shape and tensor.dtype == other.dtype
@@ -156,11 +168,17 @@ class ReplayValues(_ValueMode):
     Args:
         answers: None if they are not known.
         constant: returns the value of a traced tensor that no input affects, or None.
+        numbers: makes stand-ins for numbers; None to guard each number that is read.
     """
 
-    def __init__(self, answers: Sequence[Answer] | None, constant: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(
+        self, answers: Sequence[Answer] | None, constant: Callable[[Tensor], Tensor | None],
+        numbers: TensorNumbers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers, self.constant = answers, constant
+        self.answers, self.constant, self.numbers = answers, constant, numbers
+        if numbers is not None:
+            numbers.next_guard = self._next
         self.in_backward = False
         self._given = iter(answers or ())
         self._number = 0
@@ -174,11 +192,23 @@ class ReplayValues(_ValueMode):
         known = self.constant(tensor)
         if known is not None:
             self._take("values", tensor, needed=False)
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():  # or it asks the trace's `tolist`
                 return values_of(known)
         values = self._take("values", tensor).values
         EQUAL(tensor, list(values), guard=self._next())
         return values
+
+    def number(self, tensor: Tensor) -> Any:
+        if self.numbers is None or self.constant(tensor) is not None:
+            return self.values(tensor)[0]
+        values = self._take("values", tensor).values
+        number = self.numbers.read(tensor, values[0])
+        if number is None:
+            EQUAL(tensor, list(values), guard=self._next())
+        return values[0] if number is None else number
+
+    def arguments(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        return (args, kwargs) if self.numbers is None else self.numbers.in_arguments(func, args, kwargs)
 
     def sized(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         answer = self._take(str(func), args[0])
@@ -262,16 +292,40 @@ Mode = TypeVar("Mode", bound=_ValueMode)
 
 @contextmanager
 def answering(mode: Mode) -> Iterator[Mode]:
-    """Enter a mode, and let it answer `Tensor.tolist`, which reads memory without an op, and the size of `one_hot`."""
+    """Enter a mode, and let it answer `Tensor.tolist`, which reads memory without an op, and the size of `one_hot`.
 
+    It answers `Tensor.item` and `bool` too: torch would put a plain number in the place of a stand-in. What `print`
+    shows of a tensor is no question.
+    """
     thread = get_ident()
+    text: Callable[..., str] = torch.Tensor.__repr__
+
+    def item(self: Tensor) -> Any:
+        return mode.number(self) if get_ident() == thread and self.numel() == 1 else ITEM(self)
+
+    def is_nonzero(self: Tensor) -> bool:
+        return bool(mode.number(self)) if get_ident() == thread and self.numel() == 1 else IS_NONZERO(self)
 
     def tolist(self: Tensor) -> Any:
         return _nested(list(mode.values(self)), self.shape) if get_ident() == thread else TOLIST(self)
 
+    def shown(self: Tensor, **kwargs: Any) -> str:
+        if get_ident() != thread or isinstance(self, FakeTensor):
+            return text(self, **kwargs)
+        with (
+            _disable_current_modes(),
+            mock.patch.object(torch.Tensor, "item", ITEM),
+            mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
+            mock.patch.object(torch.Tensor, "tolist", TOLIST),
+        ):
+            return text(self, **kwargs)
+
     with (
+        mock.patch.object(torch.Tensor, "item", item),
+        mock.patch.object(torch.Tensor, "__bool__", is_nonzero),
         mock.patch.object(torch.Tensor, "tolist", tolist),
         mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.object(torch.Tensor, "__repr__", shown),
         mock.patch.object(nn.functional, "one_hot", _one_hot),
         mode,
     ):
@@ -290,6 +344,11 @@ def _nested(values: list[Any], shape: Sequence[int]) -> Any:
         return values[0]
     size = len(values) // shape[0] if shape[0] else 0
     return [_nested(values[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+
+
+def is_number(answer: Answer) -> bool:
+    """Return True for the answer to a question for one number."""
+    return answer.question.startswith("values of ") and len(answer.values) == 1 and type(answer.values[0]) is not bool
 
 
 def is_mask(index: object) -> bool:

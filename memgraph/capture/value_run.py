@@ -9,7 +9,7 @@ else forward changes are restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,11 +24,13 @@ from ..graph.nodes import written_arguments
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.python_random import restoring_python_random
 from .call import Call
+from .host_lengths import readable_lengths
 from .python_state.draw_in_graph import drawing_for_real
-from .refuse_reseeding import refuse_reseeding
+from .python_state.refuse_reseeding import refuse_reseeding
 from .user_checkpoint import without_checkpoint
 from .value_modes import Answer, RecordValues, answering
 
+Recording = Callable[[], AbstractContextManager[object]]
 Measure = Callable[[Callable[[], object]], int]  # calls a function, and returns the peak bytes that it allocated
 
 
@@ -40,8 +42,8 @@ class ValueRun:
     nbytes: int
 
 
-def run_for_values(call: Call, measure: Measure) -> ValueRun:
-    """Run a call of a module, and return the values that it reads.
+def run_for_values(call: Call, measure: Measure, recording: Recording = nullcontext) -> ValueRun:
+    """Run a call of a module inside of `recording()`, and return the values that it reads.
 
     Raises whatever forward raises.
     """
@@ -54,8 +56,10 @@ def run_for_values(call: Call, measure: Measure) -> ValueRun:
         AttributeSnapshot(call.module, call.tensors).restored(),
         _RestoreWritten(call.tensors).restored(),
         without_checkpoint(),
+        readable_lengths(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
+        recording(),
     ):
         try:
             nbytes = measure(lambda: call.run(call.tensors))
@@ -67,6 +71,8 @@ def run_for_values(call: Call, measure: Measure) -> ValueRun:
 class _RestoreWritten(TorchDispatchMode):
     """Copies parameters, buffers and inputs before an op writes to them."""
 
+    supports_higher_order_operators = True  # they are passed on
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
@@ -75,7 +81,7 @@ class _RestoreWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs):
+        for written in written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else ():
             for tensor in written if isinstance(written, list | tuple) else [written]:
                 self._copy(tensor)
         return func(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import fx
 
 from .host_draws import DRAW
 from .nodes import tensors
+from .opaque_ops import FORWARD
 from .summarize import draws, has_own_generator
 
 HOST = "random and numpy"
@@ -24,6 +25,8 @@ def draw_coins_first(graph: fx.Graph, guards: set[fx.Node]) -> None:
     movable: dict[fx.Node, None] = {}
     kept: set[str] = set()  # generators from which an op draws that stays where it is
     for node in graph.nodes:
+        if node.target is FORWARD:  # it may draw from any generator
+            break
         generator, reads = _generator(node), node.all_input_nodes
         draws_first = bool(generator) and generator not in kept and not reads
         computes = not generator and bool(reads) and all(read in movable for read in reads)

@@ -9,6 +9,7 @@ in a step only: where an op is priced, its inputs are generated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from .nodes import GUARDS, UNGUARDED, aten, is_guard
-from .ops import is_in_step
+from .ops import agree_with_ranks, is_in_step
 
 Scalars = tuple[float | int | bool, ...]
 
@@ -30,8 +31,10 @@ TOLIST = torch.Tensor.tolist  # a trace puts another in its place
 DYNAMIC: tuple[OpOverload, ...] = (
     aten.nonzero.default,
     aten.masked_select.default,
+    aten._unique.default,
     aten._unique2.default,
     aten.unique_dim.default,
+    aten.unique_dim_consecutive.default,
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
@@ -58,18 +61,24 @@ class ValueGuard:
     """An assumption that a graph rests on.
 
     Attributes:
-        expected: values of a tensor, or the sizes of the results of `op`.
+        expected: values of a tensor, the sizes of the results of `op`, or the truth of `predicate`.
         where: submodule and source line.
+        predicate: a comparison of numbers `v0`, `v1`, ... that are read from tensors.
     """
 
     number: int
     expected: Scalars
     op: str
     where: str
+    predicate: str = ""
 
     @property
     def assumption(self) -> str:
         """The assumption in words."""
+        if self.predicate:
+            return f"{self.predicate} is {self.expected[0]}"
+        if self.op == "opaque":
+            return "it runs as it is, and returns results of the same structure, shapes and strides"
         if self.op != "equal":
             return f"{self.op} has results of sizes {_shapes(self.expected)}"
         return f"the value is {self.expected[0] if len(self.expected) == 1 else list(self.expected)}"
@@ -78,7 +87,10 @@ class ValueGuard:
 def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
     nodes = sorted(filter(is_guard, graph.nodes), key=_number)
-    return tuple(ValueGuard(_number(node), _expected(node), _name(node), node.meta.get("where", "")) for node in nodes)
+    return tuple(
+        ValueGuard(_number(node), _expected(node), _op_name(node), node.meta.get("where", ""), _predicate(node))
+        for node in nodes
+    )
 
 
 def _number(node: fx.Node) -> int:
@@ -86,7 +98,7 @@ def _number(node: fx.Node) -> int:
     return int(number)
 
 
-def _name(node: fx.Node) -> str:
+def _op_name(node: fx.Node) -> str:
     target: Any = node.target
     return str(target._opname)
 
@@ -103,13 +115,20 @@ def strides_of(results: Any) -> list[int]:
 
 def values_of(tensor: Tensor) -> Scalars:
     """Return the numbers of a tensor."""
-    return tuple(TOLIST(tensor.detach().reshape(-1)))
+    with torch._C.DisableTorchFunction():  # modes of torch.func would call the one that a trace puts in its place
+        return tuple(TOLIST(tensor.detach().reshape(-1)))
 
 
 def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Return True if these are the same numbers; NaN equals NaN."""
+    """Return True if these are the same numbers; NaN equals NaN, and 0.0 differs from -0.0."""
     pairs = zip(actual, expected, strict=False)
-    return len(actual) == len(expected) and all(bool(a == b or (a != a and b != b)) for a, b in pairs)
+    return len(actual) == len(expected) and all(_is_same(a, b) for a, b in pairs)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and one == other == 0.0:
+        return math.copysign(1.0, one) == math.copysign(1.0, other)
+    return bool(one == other or (one != one and other != other))
 
 
 def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -122,8 +141,14 @@ def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _expected(node: fx.Node) -> Scalars:
+    if _predicate(node):
+        return (bool(node.args[2]),)
     expected: Any = node.args[1] if node.target is EQUAL else node.kwargs["sizes"]
     return tuple(expected)
+
+
+def _predicate(node: fx.Node) -> str:
+    return str(node.args[1]) if _op_name(node) == "holds" else ""
 
 
 def _check(guard: int, actual: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -133,6 +158,10 @@ def _check(guard: int, actual: Sequence[Any], expected: Sequence[Any]) -> None:
 
 def _equal(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
     _check(guard, values_of(x), expected)
+
+
+def _agree(x: Tensor, *, guard: int) -> None:
+    agree_with_ranks()
 
 
 def _run_sized(
@@ -152,7 +181,7 @@ def _fake_sized(op: OpOverload, *args: Any, sizes: list[int], **kwargs: Any) -> 
     return results if len(op._schema.returns) > 1 else results[0]
 
 
-def _nothing(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
+def _nothing(*args: object, guard: int) -> None:
     pass
 
 
@@ -170,14 +199,17 @@ def _sized_name(op: OpOverload) -> str:
 
 _library = torch.library.Library(GUARDS, "DEF")
 _library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
-_library.impl("equal", _equal, "CompositeExplicitAutograd")
-torch.library.register_fake("memgraph_guards::equal", _nothing, lib=_library)
+_library.define("agree(Tensor x, *, int guard) -> ()")
+for _name, _run in (("equal", _equal), ("agree", _agree)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_guards::{_name}", _nothing, lib=_library)
 for _op in DYNAMIC:
     _library.define(_sized_schema(_op))
     _library.impl(_sized_name(_op), partial(_run_sized, _op), "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_guards::{_sized_name(_op)}", partial(_fake_sized, _op), lib=_library)
 
 EQUAL: OpOverload = torch.ops.memgraph_guards.equal.default
+AGREE: OpOverload = torch.ops.memgraph_guards.agree.default  # behind the last guard of forward
 SIZED: dict[OpOverload, OpOverload] = {
     op: getattr(torch.ops.memgraph_guards, _sized_name(op)).default for op in DYNAMIC
 }

@@ -99,8 +99,8 @@ def is_check(node: fx.Node) -> bool:
 
 def is_guard(node: fx.Node) -> bool:
     """Return True if a node checks what a capture assumed about values; see `guard_ops.py`."""
-    is_own = isinstance(node.target, OpOverload) and node.target.namespace == GUARDS
-    return is_own and int(node.kwargs["guard"]) != UNGUARDED  # type: ignore[arg-type]
+    number: Any = node.kwargs.get("guard", UNGUARDED)
+    return isinstance(node.target, OpOverload) and node.target.namespace == GUARDS and bool(number != UNGUARDED)
 
 
 def drop_dead(graph: fx.Graph) -> None:

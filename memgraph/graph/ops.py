@@ -67,14 +67,15 @@ def op_context(
     update: UpdateRunner | None = None,
     exchange: Exchange | None = None,
     gather: Gather | None = None,
+    agree: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Let the ops of this thread use these. At the end, restore a generator that an error left in another state.
 
-    `sent` gets the layout of each offloaded tensor, by slot.
+    `sent` gets the layout of each offloaded tensor, by slot. `agree` is called once all guards of forward have held.
     """
-    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather", "steps")}
+    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather", "agree")}
     vars(_local).update(lease=lease, sent=sent, update=update, exchange=exchange, gather=gather, swapped=None)
-    _local.steps = True
+    _local.agree = agree
     try:
         yield
     finally:
@@ -85,7 +86,13 @@ def op_context(
 
 def is_in_step() -> bool:
     """Return True while this thread runs a step, and not an op alone."""
-    return getattr(_local, "steps", None) is not None
+    return getattr(_local, "agree", None) is not None
+
+
+def agree_with_ranks() -> None:
+    """Wait until the guards of all ranks have held."""
+    if is_in_step():
+        _local.agree()
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:

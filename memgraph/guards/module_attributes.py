@@ -78,11 +78,20 @@ class AttributeGuard:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._walk: AttributeWalk | None = None
+        self._ignored: frozenset[tuple[int, str]] = frozenset()
+
+    def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
+        """Leave attributes of submodules out of the key from now on; return True if it had any of them."""
+        new = self._ignored | {(id(owner), name) for owner, name in attributes}
+        changes = new != self._ignored
+        if changes:
+            self._ignored, self._walk = new, None
+        return changes
 
     @property
     def key(self) -> Hashable:
         if self._walk is None or self._walk.is_stale():
-            self._walk = AttributeWalk()
+            self._walk = AttributeWalk(ignored=self._ignored)
             self._walk.describe(self.module, 0)
         return self._walk.key
 
@@ -101,10 +110,11 @@ class AttributeWalk:
     """The tokens of one walk, and the checks that tell whether another would give the same.
 
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
+    `ignored` are attributes, by the id of their module and name, that are not described.
     """
 
-    def __init__(self, inputs: Mapping[int, int] | None = None) -> None:
-        self.inputs = inputs or {}
+    def __init__(self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset()) -> None:
+        self.inputs, self.ignored = inputs or {}, ignored
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
@@ -178,7 +188,7 @@ class AttributeWalk:
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
-        names = tuple(name for name in attributes if name not in IGNORED)
+        names = tuple(name for name in attributes if name not in IGNORED and (id(module), name) not in self.ignored)
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
         self._keep(read(attributes))
         self._check(lambda: (len(attributes), *map(id, read(attributes))))

@@ -11,6 +11,7 @@ step_graph         a call -> the graph of its step
 pricing            the graph -> its trace with prices, and the machine
 search             trace and machine -> a plan
 plan_cache         plans that were found before
+follower_cache     plans of steps that add to gradients, found before
 accumulated_step   does the same call fit once gradients exist?
 budget_error       add advice, and the bytes of accumulation, to the BudgetError of passes/pipeline.py
 lowering           compile segments of a planned graph with Inductor

@@ -7,7 +7,7 @@ fuse_update, sharded optimizer  ->   updates and collectives between the ops
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class Call:
     Attributes:
         outputs: selects the outputs that backward starts from.
         capture_floats: captures it with floats as inputs, if they can be.
+        opaque: submodules that run as they are, as in `CompileOptions`.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class Call:
     kwargs: dict[str, Any]
     outputs: OutputSelector
     capture_floats: FloatCapture | None = None
+    opaque: bool | Sequence[str] = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
             captured = _with_floats(call) or capture(
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
-                measure=partial(_peak_nbytes, device=device),
+                measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
             )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):

@@ -99,6 +99,11 @@ def refuse_unstable(key: Key, failure: GuardFailed) -> None:
     """
     if is_new(key):
         guard = failure.guards[failure.guard]
+        if guard.op == "opaque":
+            raise CaptureError(
+                f"{guard.where} runs as it is, and gives results of another structure, shape or size when the same "
+                "call runs twice: make them depend on tensors, attributes and generators only"
+            )
         raise CaptureError(
             f"forward branches at {guard.where} on a value that is not the same when the same call runs twice: the "
             f"capture found {guard.expected}, and the step {failure.actual}; make it depend on tensors and torch's "

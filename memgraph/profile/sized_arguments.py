@@ -38,7 +38,7 @@ def _unique(sizes: list[int], x: Tensor, *rest: object) -> None:
 
 def _unique_dim(sizes: list[int], x: Tensor, dim: int, *rest: object) -> None:
     count = sizes[1 + dim % x.dim()]
-    x.copy_(_along(torch.arange(x.shape[dim]) % max(count, 1), x, dim))
+    x.copy_(_along(torch.arange(x.shape[dim]) * count // max(x.shape[dim], 1), x, dim))
 
 
 def _unique_consecutive(
@@ -78,7 +78,9 @@ def _along(values: Tensor, like: Tensor, dim: int) -> Tensor:
 _FILLERS: tuple[tuple[OpOverload, Callable[..., None]], ...] = (
     (aten.nonzero.default, _nonzero),
     (aten.masked_select.default, _masked_select),
+    (aten._unique.default, _unique),
     (aten._unique2.default, _unique),
+    (aten.unique_dim_consecutive.default, _unique_dim),
     (aten.unique_dim.default, _unique_dim),
     (aten.unique_consecutive.default, _unique_consecutive),
     (aten.repeat_interleave.Tensor, _largest_first),

@@ -47,6 +47,7 @@ def _verdict(report: ReportData) -> str:
         *_several(report),
         *_adding(report),
         *_assumed(report),
+        *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
@@ -104,6 +105,15 @@ def _assumed(report: ReportData) -> list[str]:
     more = [f"  and {count - ASSUMPTIONS} more"] if count > ASSUMPTIONS else []
     found = f"found by one plain forward, which allocated {mb(report.value_run)}"
     return [f"rests on {count} value{'s' * (count > 1)} of tensors, {found}:", *lines, *more]
+
+
+def _opaque(report: ReportData) -> list[str]:
+    """Show the submodules that run as they are."""
+    rows = [
+        f"  {row.path} ({row.kind}): workspace {mb(row.nbytes)}; failed in {row.failures} runs; {row.reason}"
+        for row in report.opaque
+    ]
+    return ["runs as it is, each call as one op, which is run again in backward:", *rows] if rows else []
 
 
 def _adding(report: ReportData) -> list[str]:

@@ -26,6 +26,22 @@ class Assumption:
     failures: int
 
 
+@dataclass(frozen=True)
+class OpaqueRow:
+    """A submodule that runs as it is.
+
+    Attributes:
+        nbytes: workspace of its forward or its backward, whichever is larger.
+        failures: number of runs in which its results had another form, or its ops made more bytes.
+    """
+
+    path: str
+    kind: str
+    nbytes: int
+    reason: str
+    failures: int
+
+
 @dataclass(frozen=True, eq=False)
 class ReportData:
     """The plan of one call signature, its forecast, and its measurements.
@@ -55,6 +71,7 @@ class ReportData:
         forwards: largest number of forwards that were open at once.
         together: bytes forecast for these together; 0 if there was never more than one.
         assumptions: values of tensors on which the step rests, in the order in which it checks them.
+        opaque: submodules that run as they are, each call as one op.
         value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
@@ -81,6 +98,7 @@ class ReportData:
     forwards: int = 1
     together: int = 0
     assumptions: tuple[Assumption, ...] = ()
+    opaque: tuple[OpaqueRow, ...] = ()
     value_run: int = 0
     unmeasured: str = ""
 

@@ -21,10 +21,11 @@ from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.guard_ops import GuardFailed
+from ..graph.opaque_ops import undoing_parts
 from ..profile.memory_meter import Allocation, Meter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
-from ..report.report_data import Assumption
+from ..report.report_data import Assumption, OpaqueRow
 from ..system.user_warning import warn_user
 from .autograd_function import Differentiation, StepFunction, UnplannedGradient
 from .concurrent_runs import held_nbytes
@@ -86,7 +87,7 @@ class Step:
         if not self.parts.captured.guards:
             return self._run(tensors, unplanned, floats)
         try:
-            with restoring_generators(self.parts.generators, self.parts.draws_on_host):
+            with restoring_generators(self.parts.generators, self.parts.draws_on_host), undoing_parts():
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1
@@ -104,7 +105,7 @@ class Step:
         with _window(meter):
             run = self._begin(tensors, meter, others)
             run.floats = floats
-        run.rank_check = self.parts.rank_check.begin()
+        run.rank_check, run.compare_guards = self.parts.rank_check.begin(), self.parts.rank_check.compare_guards
         if run.gather is not None:
             run.check_ranks()
         differentiable = self.parts.halves.backward is not None
@@ -255,13 +256,24 @@ class Step:
     @property
     def current_report(self) -> Report:
         """The report, with the times of the latest steps."""
-        guards = self.parts.captured.guards
-        assumptions = tuple(Assumption(guard.assumption, guard.where, self.failures[guard.number]) for guard in guards)
-        report = replace(self.report, assumptions=assumptions) if guards else self.report
+        report = self._with_guards() if self.parts.captured.guards else self.report
         median_us = self.history.median_us
         if median_us is None:
             return report
         return replace(report, recent_us=median_us, expected_us=self.forecast_us)
+
+    def _with_guards(self) -> Report:
+        """Return the report with what the step rests on."""
+        captured = self.parts.captured
+        assumptions = tuple(
+            Assumption(guard.assumption, guard.where, self.failures[guard.number])
+            for guard in captured.guards[: len(captured.guards) - len(captured.opaque)]
+        )
+        rows = tuple(
+            OpaqueRow(part.path, type(part.module).__name__, part.nbytes, part.reason, self.failures[part.guard])
+            for part in captured.opaque
+        )
+        return replace(self.report, assumptions=assumptions, opaque=rows)
 
     @property
     def needs_replan(self) -> bool:

@@ -34,10 +34,12 @@ class RankCheck:
 
     Attributes:
         begin: starts to compare this rank's step with the others'; the result waits, and raises if they differ.
+        compare_guards: waits for all ranks, and raises unless the same guard has failed on each, or none.
         announce_failure: tells the other ranks that this one can't run the step.
     """
 
     begin: Callable[[], Callable[[], None]] = lambda: lambda: None
+    compare_guards: Callable[[str], None] = lambda failure: None
     announce_failure: Callable[[], None] = lambda: None
 
 

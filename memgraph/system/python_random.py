@@ -25,7 +25,9 @@ class PythonRandom:
         """Return True if numbers were drawn since."""
         if random.getstate() != self._python_state:
             return True
-        return self._numpy is not None and not _is_same(self._numpy.get_state(), self._numpy_state)
+        if self._numpy is None:
+            return getattr(sys.modules.get("numpy"), "random", None) is not None
+        return not _is_same(self._numpy.get_state(), self._numpy_state)
 
     def restore(self) -> None:
         """Set both generators back."""

@@ -3,8 +3,7 @@
     random.random()                     ->   an op of the graph, and a number that stands for its result
     _compute_mask_indices(shape, ...)   ->   an op of the graph, and an array that stands for its result
 
-Each run of the step calls the function again.  Functions that are not known here are refused by what they leave in the
-generators.
+Each run of the step calls the function again.  Functions that are not known here are refused by `refused_draws`.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ...graph.host_draws import DRAW, call, written
 from ...system.frames import MEMGRAPH, TORCH
 from ...system.python_random import restoring_python_random
 from .drawn_values import drawn, is_drawn, tensor_of
+from .refused_draws import ALLOWED
 
 # Functions whose results have sizes and a type that follow from the arguments.
 PYTHON = (
@@ -150,7 +150,8 @@ def _replacement(module: ModuleType, name: str, draw: Draw, thread: int) -> Call
     function: Callable[..., Any] = getattr(module, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith((TORCH, MEMGRAPH)):
+        is_eager = get_ident() != thread or thread in ALLOWED
+        if is_eager or sys._getframe(1).f_code.co_filename.startswith((TORCH, MEMGRAPH)):
             return function(*args, **kwargs)
         return draw(module, name, function, args, kwargs)
 

@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
-from ..guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
+from ...errors import CaptureError
+from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
@@ -52,7 +52,7 @@ def _changed_call_error(name: str) -> CaptureError:
         f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
         "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
         "module once before it is compiled"
-    )
+    ).about(name)
 
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
