@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
+from ..graph.counters import advance
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
@@ -29,6 +30,7 @@ from ..guards.signature import has_gradients, signature, with_attributes
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
 from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
@@ -67,6 +69,7 @@ class CompiledModule(ModuleProxy):
         self.__dict__["_captures"] = CaptureCache()
         self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
         self.__dict__["_variants"] = ValueVariants()
+        self.__dict__["_counters"] = CounterKeys(self._attributes)
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -162,6 +165,7 @@ class CompiledModule(ModuleProxy):
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
         self._variants.note_use(call, captured.guards)
+        advance(self._module, captured.counters)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
     def refuse_partial_update(self) -> None:
@@ -187,6 +191,7 @@ class CompiledModule(ModuleProxy):
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
+        guard = self._counters.general(guard)
         return tensors, ((guard, (self._planner.state.key(), ())), adds, self._outputs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
@@ -205,7 +210,9 @@ class CompiledModule(ModuleProxy):
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
                 new = self._new_step(args, kwargs, key)
-                call, key = self._without_changed_attributes(new.parts.captured, call, key)
+                captured = new.parts.captured
+                call, key = (self._counters.add(known, captured.counters, self._module) for known in (call, key))
+                call, key = self._without_changed_attributes(captured, call, key)
                 call, key = (self._variants.add(known, new.parts.captured.guards) for known in (call, key))
                 key, floats = self._floats.add(call, key, new, steps)
                 if warning := self._variants.warning(key, new.parts.captured.guards):

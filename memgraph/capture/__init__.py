@@ -20,8 +20,6 @@ leaf_inputs           inputs that forward may change in place though they requir
 prod_gradient         the gradient of torch.prod as in eager
 reentrant_forward     whether forward can run a second time
 constants             tensors that a step reads besides its inputs
-side_effects          refuse Python state that forward changes
-python_random         refuse what forward draws from `random` or numpy
-refuse_reseeding      refuse what forward does to random generators
+python_state          draws, counters and other Python state that forward changes
 explain_errors        turn torch's errors into a CaptureError with source line and advice
 """

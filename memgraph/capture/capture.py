@@ -38,9 +38,9 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
-from .python_random import refuse_python_random
+from .python_state.refuse_reseeding import refuse_reseeding
+from .python_state.refused_draws import refuse_python_random
 from .reentrant_forward import can_run_again
-from .refuse_reseeding import refuse_reseeding
 from .saved.capture_files import call_kind, find_capture, keep_capture
 from .saved.op_log import OpLog
 from .trace_joint import JointGraph, trace_joint
@@ -214,6 +214,7 @@ def _described(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector)
     return Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+        counters=joint.counters,
     )  # fmt: skip
 
 

@@ -66,6 +66,12 @@ EXPLANATIONS = (
         "compute both branches and choose with torch.where, or do this outside of the module",
     ),
     Explanation(
+        ("DrawnNumber", "DrawnArray"),
+        "forward draws with `random` or numpy, and computes with the number in a way that a captured step can't repeat",
+        "compare it with a number, make a tensor of it at once (torch.tensor), draw it with torch, or draw it outside "
+        "of the module",
+    ),
+    Explanation(
         (".numpy() is not supported",),
         "a tensor becomes a numpy array, but a captured step has only torch ops",
         "compute with torch ops; or make an op of what needs numpy, with torch.library.custom_op, register_fake and "

@@ -22,7 +22,7 @@ from ..tensors.loss_outputs import OutputSelector
 from ..tensors.traced_number import FloatArgument, FloatValues, TracedFloat, ValueNeededError
 from .capture import capture
 from .float_inputs import FloatInputs
-from .side_effects import is_same_constant
+from .python_state.side_effects import is_same_constant
 from .type_checks import TypeChecks
 
 

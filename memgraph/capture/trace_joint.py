@@ -7,9 +7,10 @@ The graph may still have in-place ops, which `functionalize` replaces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn.utils import stateless
 from ..errors import CaptureError
 from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
+from ..graph.counters import Counter
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
 from ..graph.tensor_numbers import TensorNumbers, as_tensor
@@ -44,8 +46,10 @@ from .fake_tensors import make_fake, without_autocast
 from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
+from .python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
+from .python_state.draw_in_graph import drawing_in_trace
+from .python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
 from .saved.op_log import OpLog
-from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
@@ -68,6 +72,7 @@ class JointGraph:
     sources: Mapping[Output, frozenset[int]]
     has_custom_functions: bool
     rewritten: Mapping[int, int]
+    counters: tuple[Counter, ...]
 
 
 def trace_joint(
@@ -78,11 +83,15 @@ def trace_joint(
     Submodules whose calls were recorded are opaque. If the log is a rehearsal, the graph is empty.
     """
     with _as_in_eager(call, mode) as before:
-        step, graph = _traced(call, mode, wanted, before, log, recorder)
+        traced = partial(_traced, call, mode, wanted, before, recorder)
+        step, graph = traced(log)
+        counted: tuple[Place, ...] = ()
+        if step.changed is not None:
+            counted = step.changed.places
+            step, graph = _counted(traced, step, graph, step.changed)
+            log.compare(step.log)
         again = log.again()
-        refuse_side_effects(
-            before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, again, recorder))
-        )
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*traced(again, counted)))
         log.compare(again)
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
@@ -94,6 +103,7 @@ def _as_in_eager(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapsh
     """Let ops and libraries do what they do in eager, and restore the module afterwards."""
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
+        drawing_in_trace(),
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),
@@ -105,12 +115,31 @@ def _as_in_eager(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapsh
         yield before
 
 
+def _counted(
+    traced: Callable[[OpLog, Sequence[Place]], tuple[_TracedStep, fx.GraphModule]],
+    step: _TracedStep,
+    graph: fx.GraphModule,
+    changed: ChangedNumbers,
+) -> tuple[_TracedStep, fx.GraphModule]:
+    """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
+    if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
+        raise changed.error  # they run before the numbers are counted
+    try:
+        counted, other = traced(step.log.again(), changed.places)
+        is_same = is_same_step(_facts(step, graph), _facts(counted, other))
+    except Exception as error:
+        raise changed.error from error
+    if not is_same or counted.has_custom_functions:  # the backward of one may read the number
+        raise changed.error
+    return counted, other
+
+
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
-    recorder: Recorder | None,
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None,
+    log: OpLog, counted: Sequence[Place] = (),
 ) -> tuple[_TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = _TracedStep(call, mode, wanted, before, log)
+    step = _TracedStep(call, mode, wanted, before, log, counted)
     step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
@@ -133,9 +162,13 @@ class _TracedStep:
     """The function that is traced."""
 
     def __init__(
-        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog
-    ) -> None:
+        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
+        counted: Sequence[Place],
+    ) -> None:  # fmt: skip
         self.call, self.mode, self.wanted, self.before, self.log = call, mode, wanted, before, log
+        self.counted = counted
+        self.changed: ChangedNumbers | None = None
+        self.counters: list[Counter] = []
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -157,7 +190,16 @@ class _TracedStep:
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
-        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.has_custom_functions, self.rewritten)
+        return JointGraph(
+            graph,
+            self.mode,
+            *roles,
+            *result,
+            self.sources,
+            self.has_custom_functions,
+            self.rewritten,
+            tuple(self.counters),
+        )
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         with self.log.recording(values, self.provenance.here):
@@ -193,9 +235,11 @@ class _TracedStep:
         traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
         with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
-            with self.parts.replaced() if self.parts is not None else nullcontext():
+            parts = self.parts.replaced() if self.parts is not None else nullcontext()
+            with parts, counting(self.counted, self.counters):
                 result = self.call.run(values)
             self._find_assigned(traced, names)
+        self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values)
         return result

@@ -24,8 +24,8 @@ from torch.nn.modules import activation
 
 from ..errors import CaptureError
 from ..graph.guard_ops import TOLIST
-from .python_random import allow_python_random
-from .refuse_reseeding import allow_reseeding
+from .python_state.refuse_reseeding import allow_reseeding
+from .python_state.refused_draws import allow_python_random
 from .value_modes import IS_NONZERO, ITEM
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CaptureError
+from ..graph.aten_shims import SUM_ROWS
 from ..graph.guard_ops import EQUAL, SIZED, TOLIST, Scalars, sizes_of, strides_of, values_of
 from ..graph.nodes import UNGUARDED, aten
 from ..graph.provenance import user_line
@@ -79,6 +80,8 @@ class _ValueMode(TorchDispatchMode):
             return self.sized(func, args, kwargs)
         if func in INDEXED and self.splits(func, args):
             args = (args[0], [part for index in args[1] for part in self._split(index)], *args[2:])
+        elif self.sums_rows(func, args):
+            return self.summed_rows(func, args)
         elif func is aten.masked_scatter.default and _needs_grad(args[2]):
             self.masked_scatter(*args)
         elif func is aten.masked_scatter_backward.default:
@@ -91,7 +94,14 @@ class _ValueMode(TorchDispatchMode):
         Otherwise no size of forward or backward depends on them.
         """
         value = INDEXED[func]
-        return any(map(is_mask, args[1])) and (value is None or _needs_grad(args[value]))
+        return any(map(is_mask, args[1])) and (value is None or (_needs_grad(args[value]) and not _is_row(*args[:3])))
+
+    def sums_rows(self, func: OpOverload, args: Any) -> bool:
+        """Return True in backward, for the gradient of one row that was written to all rows of a mask."""
+        return False
+
+    def summed_rows(self, func: OpOverload, args: Any) -> Any:
+        raise NotImplementedError
 
     def arguments(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Return the arguments that an op takes."""
@@ -175,6 +185,8 @@ class ReplayValues(_ValueMode):
         self._rows: dict[object, Tensor] = {}  # of masks in forward
         self._masks: list[Tensor] = []  # keeps their storages
         self._counts: dict[object, int] = {}  # of values that masks select
+        self._row_masks: dict[object, Tensor] = {}  # to whose rows forward writes one row
+        self._rows_to_sum: list[tuple[Tensor, Tensor, Tensor]] = []  # with their source and mask
 
     def values(self, tensor: Tensor) -> Scalars:
         known = self.constant(tensor)
@@ -204,7 +216,30 @@ class ReplayValues(_ValueMode):
 
     def splits(self, func: OpOverload, args: Any) -> bool:
         masks = list(filter(is_mask, args[1]))
+        if masks and INDEXED[func] is not None and _is_row(*args[:3]):
+            self._row_masks[_key(masks[0])] = masks[0]
+        if self._takes_rows(func, args):
+            return False
         return super().splits(func, args) or (self.in_backward and all(_key(mask) in self._rows for mask in masks))
+
+    def _takes_rows(self, func: OpOverload, args: Any) -> bool:
+        if not self.in_backward or func is not aten.index.Tensor or len(args[1]) != 1 or not is_mask(args[1][0]):
+            return False
+        return _key(args[1][0]) in self._row_masks and _key(args[1][0]) not in self._rows
+
+    def sums_rows(self, func: OpOverload, args: Any) -> bool:
+        return self._takes_rows(func, args) or any(args[0] is rows for rows, _, _ in self._rows_to_sum if args)
+
+    def summed_rows(self, func: OpOverload, args: Any) -> Any:
+        if func is aten.index.Tensor:
+            gradient, mask = args[0], args[1][0]
+            rows = gradient.new_empty((mask.numel(), *gradient.shape[mask.dim() :]))  # as many as there can be
+            self._rows_to_sum.append((rows, gradient, mask))
+            return rows
+        if func is not aten.sum.dim_IntList:
+            raise ValuesNeeded
+        _, gradient, mask = next(entry for entry in self._rows_to_sum if entry[0] is args[0])
+        return SUM_ROWS(gradient, mask, args[1], args[2])
 
     def nonzero(self, mask: Tensor) -> Tensor:
         key = _key(mask)
@@ -319,6 +354,11 @@ def is_number(answer: Answer) -> bool:
 def is_mask(index: object) -> bool:
     """Return True for an index that selects elements."""
     return isinstance(index, Tensor) and index.dtype in MASKS
+
+
+def _is_row(tensor: Tensor, indices: Sequence[Any], value: Tensor) -> bool:
+    """Return True if a value is written to each row that a mask selects, so that its gradient is a sum over them."""
+    return len(indices) == 1 and is_mask(indices[0]) and value.dim() <= tensor.dim() - indices[0].dim()
 
 
 def _needs_grad(tensor: Tensor) -> bool:

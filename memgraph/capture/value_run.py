@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..graph.nodes import written_arguments
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..system.python_random import restoring_python_random
 from .call import Call
 from .host_lengths import readable_lengths
-from .python_random import refuse_python_random
-from .refuse_reseeding import refuse_reseeding
+from .python_state.draw_in_graph import drawing_for_real
+from .python_state.refuse_reseeding import refuse_reseeding
 from .user_checkpoint import without_checkpoint
 from .value_modes import Answer, RecordValues, answering
 
@@ -48,7 +49,8 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     """
     mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
     with (
-        refuse_python_random(call.module),
+        restoring_python_random(),
+        drawing_for_real(),
         torch.random.fork_rng(devices),
         refuse_reseeding(call.module),
         AttributeSnapshot(call.module, call.tensors).restored(),

@@ -8,6 +8,9 @@ float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks
+host_draws          draws with `random` and numpy as ops
+first_draws         coins before all other ops
+counters            numbers with which forward counts
 packed_ops          pack rows of several lengths, and pad them
 op_descriptions     results of ops that torch describes wrongly or not at all
 ops                 runtime ops: offload, reload, wait, free, update, collectives

@@ -4,11 +4,13 @@
     mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
     _ctc_loss(x, targets, lengths in tensors) ->  ctc_loss(x, ...)
     select_scatter(x, y), x an input          ->  select_scatter(laid(x, x's strides), y)
+    sum(index(x, [mask]), [0])                ->  sum_rows(x, mask, [0])
 
 Kernels look at strides: the last bits of a sigmoid depend on the length of a row. oneDNN's recurrent layer makes the
 workspace of its backward only in grad mode. What ctc_loss keeps for backward is as wide as the longest target of a
 batch; here it is as wide as targets may be, so that no size depends on values. A scatter copies the whole storage of
-its argument; if that is a slice of the caller's data set, the storage is the data set.
+its argument; if that is a slice of the caller's data set, the storage is the data set. How many rows a mask selects is
+a size that only their sum hides.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from .nodes import all_storages, allocates_nothing, aten, fake_result, storages
@@ -35,6 +38,7 @@ COPY_STORAGES = (
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
+_library.define("sum_rows(Tensor x, Tensor mask, int[] dims, bool keepdim) -> Tensor")
 _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
 _library.define(str(CTC._schema).replace("aten::_ctc_loss.Tensor", "ctc_loss"))
 
@@ -88,6 +92,15 @@ def _fake_rnn_layer(*args: Any) -> Any:
     return output, hy, cy, workspace.new_empty(1)
 
 
+def _sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return the sum of the rows that a mask selects."""
+    return x[mask].sum(dims, keepdim)
+
+
+def _fake_sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    return x.new_empty((mask.numel(), *x.shape[mask.dim() :])).sum(dims, keepdim)
+
+
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Run the op, and return what it keeps in a tensor of fixed width; its backward reads the part that is filled."""
     steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
@@ -110,12 +123,14 @@ def _fake_ctc_loss(*args: Any) -> Any:
 
 _SURROGATES = (
     ("laid", copy_with_strides, copy_with_strides),
+    ("sum_rows", _sum_rows, _fake_sum_rows),
     ("rnn_layer", _rnn_layer, _fake_rnn_layer),
     ("ctc_loss", _ctc_loss, _fake_ctc_loss),
 )
 for _name, _run, _fake in _SURROGATES:
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
+SUM_ROWS: OpOverload = torch.ops.memgraph_surrogates.sum_rows.default
 
 
 COPY_WITH_STRIDES = torch.ops.memgraph_surrogates.laid.default

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
+from .counters import Counter
 from .guard_ops import ValueGuard
 from .opaque_ops import Part
 
@@ -40,6 +41,8 @@ class Captured:
     `value_run_nbytes`.
 
     Parts of the module that run as they are: `opaque`.
+
+    `counters` are numbers on the module that forward changes, and on which the graph does not depend.
     """
 
     graph: fx.GraphModule
@@ -61,6 +64,7 @@ class Captured:
     special_values: tuple[SpecialValue, ...] = ()
     guards: tuple[ValueGuard, ...] = ()
     value_run_nbytes: int = 0
+    counters: tuple[Counter, ...] = ()
     opaque: tuple[Part, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:

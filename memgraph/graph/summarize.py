@@ -20,6 +20,7 @@ from passes.ir.machine import CAST_WORKSPACE
 from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
+from .host_draws import DRAW
 from .inductor import Segment
 from .nodes import changed_storages, is_random, returned_values, storages, tensors, written_inputs
 from .opaque_ops import is_opaque
@@ -87,7 +88,9 @@ def draws(node: fx.Node) -> bool:
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Return True if the op draws from a generator of the module, which it changes like a buffer."""
+    """Return True if the op draws from a generator of the module or of Python, which it changes like a buffer."""
+    if node.target is DRAW:
+        return True
     return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 
 

@@ -137,10 +137,15 @@ def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> 
     for key, old in before.items():
         new = now.get(key)
         if type(old) in COUNTERS and type(new) in COUNTERS and repr(old) != repr(new):
-            raise CaptureError(
-                f"forward changes {label.format(key)} from {old!r} to {new!r}, but a captured step runs no Python: "
-                "make it a buffer (register_buffer, a tensor), or change it outside of forward"
-            ).about(label.format(key))
+            raise changed_number_error(label.format(key), old, new)
+
+
+def changed_number_error(name: str, old: object, new: object) -> CaptureError:
+    """Return the error for a number that forward changes."""
+    return CaptureError(
+        f"forward changes {name} from {old!r} to {new!r}, but a captured step runs no Python: "
+        "make it a buffer (register_buffer, a tensor), or change it outside of forward"
+    ).about(name)
 
 
 def _path(path: str, name: str) -> str:

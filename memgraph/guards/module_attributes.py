@@ -100,6 +100,11 @@ class AttributeGuard:
         """For each float in the latest key, by its index there: the dict that contains it, and its key in that dict."""
         return self._walk.floats if self._walk is not None else {}
 
+    @property
+    def numbers(self) -> dict[int, tuple[Any, Any]]:
+        """The same for each int and float."""
+        return self._walk.ints | self._walk.floats if self._walk is not None else {}
+
 
 class AttributeWalk:
     """The tokens of one walk, and the checks that tell whether another would give the same.
@@ -114,6 +119,7 @@ class AttributeWalk:
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
         self.floats: dict[int, tuple[Any, Any]] = {}  # position in the key -> the dict that contains it, its key there
+        self.ints: dict[int, tuple[Any, Any]] = {}  # the same for ints
         self._checks: list[Check] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
@@ -200,6 +206,8 @@ class AttributeWalk:
         """Describe an item of a dict, and record the position of a float."""
         if type(mapping[name]) is float:
             self.floats[len(self.tokens)] = mapping, name
+        elif type(mapping[name]) is int:
+            self.ints[len(self.tokens)] = mapping, name
         self.describe(mapping[name], depth)
 
     def _describe_children(self, children: dict[str, nn.Module | None]) -> None:

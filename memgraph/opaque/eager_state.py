@@ -87,15 +87,15 @@ class PythonState:
         """Set all back to this state."""
         self.attributes.restore()
         self.restore_generators()
-
-    def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
-        """Set all generators back to this state, but those in `drawn`, unless they have another seed."""
-        for generator, state in self.generators:
-            if generator not in drawn or generator.initial_seed() != state.initial_seed():
-                generator.set_state(state.get_state())
         random.setstate(self.python)
         if self.numpy is not None:
             _numpy().set_state(self.numpy)
+
+    def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
+        """Set torch's generators back to this state, but those in `drawn`, unless they have another seed."""
+        for generator, state in self.generators:
+            if generator not in drawn or generator.initial_seed() != state.initial_seed():
+                generator.set_state(state.get_state())
 
     @contextmanager
     def in_place(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -9,7 +9,7 @@ The i-th call of the trace is the i-th recorded one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,11 @@ class TracedParts:
         """Trace ops for the recorded calls in this block."""
         with taken_calls(self.recorder.reasons, self._call), _refusing_reads(self._left):
             yield
+
+    def own(self, paths: Iterable[str]) -> bool:
+        """Return True if one of these submodules is a part, or inside of one."""
+        parts = tuple(f"{call.part.path}." for call in self.recorder.calls)
+        return any(f"{path}.".startswith(parts) for path in paths)
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs, tensors = inputs_of(module, args, kwargs)

@@ -18,6 +18,7 @@ lowering           compile segments of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step
 measured_prices    those times as prices
+counter_keys       the step of a call for any count
 call_kinds         warn when calls differ each time
 progress           progress lines while a call is planned
 """

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
 
+from ..graph.host_draws import draws_on_host
 from ..graph.partition import partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates
@@ -80,6 +81,7 @@ class Assembly:
             pending_gathers=self.state.pending_gathers,
             recording=recording,
             generators=drawn_generators(captured.graph, target.device),
+            draws_on_host=draws_on_host(captured.graph.graph),
         )
         return AssembledStep(parts, report, lowering)
 

@@ -35,12 +35,11 @@ class ValueVariants:
         return with_answers(call, known[0]) if known else call
 
     def others(self, call: Key, tried: Sequence[Sequence[ValueGuard]], failure: GuardFailed) -> Key:
-        """Return the key of a step that was not tried and agrees with what a guard has found, or of a new one."""
+        """Return the key of a step that was not tried and agrees with what all guards have found, or of a new one."""
         rejected = list(map(_answers, tried))
+        found = (*rejected[-1][: failure.guard], failure.actual)
         for answers in self._known.get(_kind(call), ()):
-            if answers in rejected or failure.guard >= len(answers):  # a branch may ask fewer questions
-                continue
-            if same_values(answers[failure.guard], failure.actual):
+            if answers not in rejected and _begins_with(answers, found):
                 return with_answers(call, answers)
         return with_answers(call, NEW)
 
@@ -119,6 +118,10 @@ def _answers(guards: Sequence[ValueGuard]) -> Answers:
 def _kind(key: Key) -> Hashable:
     (guard, (optimizer, _)), _, outputs = key
     return guard, optimizer, outputs
+
+
+def _begins_with(answers: Answers, found: Answers) -> bool:
+    return len(answers) >= len(found) and all(map(same_values, answers, found))
 
 
 def _differ(known: Sequence[Answers], number: int) -> bool:

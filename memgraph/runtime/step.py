@@ -87,7 +87,7 @@ class Step:
         if not self.parts.captured.guards:
             return self._run(tensors, unplanned, floats)
         try:
-            with restoring_generators(self.parts.generators), undoing_parts():
+            with restoring_generators(self.parts.generators, self.parts.draws_on_host), undoing_parts():
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1

@@ -56,7 +56,8 @@ class StepParts:
         fused_update: updates parameters in backward.
         sharded_grads: averages gradients over ranks in backward.
         pending_gathers: updated parameters that forward gathers.
-        generators: those from which the step draws.
+        generators: those of torch from which the step draws.
+        draws_on_host: the step draws from those of `random` or numpy.
         accumulated_plan: a plan that fits when the same call adds to gradients.
     """
 
@@ -73,6 +74,7 @@ class StepParts:
     rank_check: RankCheck = RankCheck()
     recording: Recording = NOT_RECORDED
     generators: tuple[torch.Generator, ...] = ()
+    draws_on_host: bool = False
     accumulated_plan: Plan | None = None
     _reduced: dict[frozenset[int], Partition] = field(default_factory=dict)
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from ..errors import AgreementError
 from ..graph.guard_ops import GuardFailed
+from ..system.python_random import PythonRandom
 
 
 def drawn_generators(graph: fx.GraphModule, device: torch.device) -> tuple[torch.Generator, ...]:
@@ -26,12 +27,18 @@ def drawn_generators(graph: fx.GraphModule, device: torch.device) -> tuple[torch
 
 
 @contextmanager
-def restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the generators if a guard fails in the block, on this rank or another."""
+def restoring_generators(generators: Sequence[torch.Generator], in_python: bool) -> Iterator[None]:
+    """Restore the generators if a guard fails in the block, on this rank or another.
+
+    With `in_python`, also those of `random` and numpy.
+    """
+    python = PythonRandom() if in_python else None
     states = [(generator, generator.clone_state()) for generator in generators]  # counts as no tensor memory
     try:
         yield
     except (GuardFailed, AgreementError):
         for generator, state in states:
             generator.set_state(state.get_state())
+        if python is not None:
+            python.restore()
         raise

@@ -31,7 +31,8 @@ from ...tensors.loss_outputs import OutputSelector
 from ..call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..fake_tensors import fake_mode_context
-from ..refuse_reseeding import refuse_reseeding
+from ..python_state.refuse_reseeding import refuse_reseeding
+from ..python_state.refused_draws import refuse_python_random
 from ..trace_joint import JointGraph, trace_joint
 from .graph_record import NotRecordedError, graph_record, recorded_graph
 from .op_log import OpLog
@@ -98,7 +99,12 @@ def _found(
 ) -> tuple[JointGraph, fx.GraphModule] | None:
     log = Rehearsal()
     mode = RehearsalMode(log, **given)
-    with fake_mode_context(mode), torch.set_grad_enabled(grad), refuse_reseeding(call.module):
+    with (
+        fake_mode_context(mode),
+        refuse_python_random(call.module),
+        torch.set_grad_enabled(grad),
+        refuse_reseeding(call.module),
+    ):
         joint = trace_joint(call, mode, wanted, log)
     digest = log.digest()
     content = read_cached(_key(kind, digest), FILE) if digest else None

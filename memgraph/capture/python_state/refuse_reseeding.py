@@ -24,8 +24,8 @@ from torch._dynamo import eval_frame
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
-from ..system.frames import MEMGRAPH, TORCH
+from ...errors import CaptureError
+from ...system.frames import MEMGRAPH, TORCH
 
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
