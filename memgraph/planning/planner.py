@@ -25,7 +25,7 @@ from ..system.graph_sources import forgotten_sources
 from ..system.locks import PLANNING_LOCK
 from .accumulated_step import AccumulatedStep, plan_accumulated, warn_accumulation
 from .assembly import Assembly
-from .budget_error import budget_error, has_time_left
+from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
 from .follower_cache import find_follower
 from .optimizers import optimizer_state
@@ -103,6 +103,7 @@ class Planner:
         ):
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)
+            refuse_value_run(call, graph.captured.value_run_nbytes, graph.target.budget)
             captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
             progress.bound(until)
             pricing = Pricing(self.module, self.options, self.state, progress, until)

@@ -18,17 +18,15 @@ from torch import fx, nn
 from ..capture.capture import OutputSelector, capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.float_capture import FloatCapture
-from ..errors import BudgetError
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
-from ..profile.memory_meter import measure_peak, resident_bytes
+from ..profile.memory_meter import measure_peak
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
-from ..tensors.pytree import flatten, tensors_of
 from .optimizer_state import OptimizerState
 from .ranks import Ranks
 from .target import Target
@@ -77,7 +75,6 @@ def capture_step(
     """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
 
     Raises:
-        BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
         CaptureError: the call can't be captured.
     """
     module = call.module
@@ -86,7 +83,6 @@ def capture_step(
         refuse_hooks(module)
         state.before_capture()
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
-        _refuse_value_run(call, captured.value_run_nbytes, where.budget)
         captured, trained = state.insert_ops(captured, state.trained(captured))
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
@@ -125,20 +121,6 @@ def captured_call(call: Call, device: torch.device) -> Captured:
         raise device_mismatch(error, args, kwargs, device) from error
     mark_hooked_grads(captured, parameters_read_after_backward(module))
     return captured
-
-
-def _refuse_value_run(call: Call, nbytes: int, budget: int) -> None:
-    parameters = list(call.module.parameters())
-    given = tensors_of(flatten((call.args, call.kwargs))[0])
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    needed = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
-    if nbytes and needed > budget:
-        raise BudgetError(
-            f"{budget} bytes are allowed; forward branches on values of tensors, and is run once without backward to "
-            f"find them, which takes {needed}: give budget={needed}, a smaller batch for the first step, or compute "
-            "with torch.where or a mask instead",
-            budget, needed,
-        )  # fmt: skip
 
 
 def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:

@@ -75,7 +75,7 @@ class Sparse(nn.Module):
 )
 def test_tensors_that_are_not_dense_are_refused_in_one_sentence(part: nn.Module, says: str) -> None:
     with pytest.raises(memgraph.CaptureError, match=says):
-        memgraph.compile(Around(part), ROOM)(torch.ones(3, 8))
+        memgraph.compile(Around(part), ROOM, opaque=False)(torch.ones(3, 8))
 
 
 def test_an_error_of_torch_outside_of_the_model_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
