@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 import passes
 
@@ -21,7 +22,22 @@ class TorchVersionError(MemgraphError, ImportError):
 
 
 class CaptureError(MemgraphError):
-    """The step can't be captured as one graph. The message says where, and what to change."""
+    """The step can't be captured as one graph. The message says where, and what to change.
+
+    Attributes:
+        attribute: path of the attribute that forward changes, if that is the reason; empty otherwise.
+    """
+
+    attribute = ""
+
+    def about(self, attribute: str) -> Self:
+        """Return this error, about an attribute."""
+        self.attribute = attribute
+        return self
+
+
+class OpaqueError(MemgraphError):
+    """A part that runs as it is did not do what it did when it was captured. The message says which, and why."""
 
 
 class PlanError(MemgraphError, ValueError):

@@ -37,11 +37,13 @@ def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def _plans_of_one_test(_costs_of_the_tests: None) -> None:
-    """A plan that one test has found is none for another, which may have put its own in the place of a search."""
+    """A plan or a graph that one test has found is none for another, which may have put its own in the place of a search
+    or a trace."""
     plan_cache._texts.clear()
     plan_cache._near.clear()
-    for path in Path(os.environ["MEMGRAPH_CACHE"]).glob("plans.sqlite*"):
-        path.unlink()
+    for name in ("plans.sqlite*", "captures.sqlite*"):
+        for path in Path(os.environ["MEMGRAPH_CACHE"]).glob(name):
+            path.unlink()
 
 
 @pytest.fixture(scope="session", autouse=True)

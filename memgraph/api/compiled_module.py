@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,19 @@ from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..capture.sizes.size_capture import SizeCapture
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
+from ..graph.counters import advance
+from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
-from ..guards.signature import has_gradients, signature
+from ..guards.signature import has_gradients, signature, with_attributes
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
 from ..planning.size_keys import SizeKeys
+from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
 from ..report.report import Report
 from ..report.tables import mb
 from ..runtime.autograd_function import UnplannedGradient
@@ -67,6 +71,8 @@ class CompiledModule(ModuleProxy):
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
         self.__dict__["_captures"] = CaptureCache()
         self.__dict__ |= {"_floats": FloatKeys(self._attributes, self._captures), "_sizes": SizeKeys()}
+        self.__dict__["_variants"] = ValueVariants()
+        self.__dict__["_counters"] = CounterKeys(self._attributes)
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -94,7 +100,7 @@ class CompiledModule(ModuleProxy):
 
         Calls differ in kind if they differ in shapes, if they add to gradients or make them, or if they make none.
         """
-        return tuple(step.report for step in list(self._steps.values()))
+        return tuple(step.current_report for step in list(self._steps.values()))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -139,13 +145,30 @@ class CompiledModule(ModuleProxy):
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        step, floats = self._step(args, kwargs, key)
+        key, tried = self._variants.latest(key), list[Sequence[ValueGuard]]()
+        while True:
+            try:
+                return self._run(args, kwargs, tensors, key)
+            except GuardFailed as failure:
+                refuse_unstable(key, failure)
+                tried.append(failure.guards)
+                key = self._variants.others(key, tried, failure)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], call: Key) -> Any:
+        """Run the step of a call.
+
+        Raises:
+            GuardFailed: it was captured for other values. Nothing has changed.
+        """
+        step, floats = self._step(args, kwargs, call)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
+        self._variants.note_use(call, captured.guards)
+        advance(self._module, captured.counters)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
     def refuse_partial_update(self) -> None:
@@ -171,7 +194,8 @@ class CompiledModule(ModuleProxy):
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
-        return tensors, ((guard, self._planner.state.key()), adds, self._outputs)
+        guard = self._counters.general(guard)
+        return tensors, ((guard, (self._planner.state.key(), ())), adds, self._outputs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         """Return the step of a call, kept or planned now, and the floats that it takes."""
@@ -188,7 +212,14 @@ class CompiledModule(ModuleProxy):
         with PLANNING_LOCK:
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                key, floats = self._floats.add(call, key, self._new_step(args, kwargs, key), steps)
+                new = self._new_step(args, kwargs, key)
+                captured = new.parts.captured
+                call, key = (self._counters.add(known, captured.counters, self._module) for known in (call, key))
+                call, key = self._without_changed_attributes(captured, call, key)
+                call, key = (self._variants.add(known, new.parts.captured.guards) for known in (call, key))
+                key, floats = self._floats.add(call, key, new, steps)
+                if warning := self._variants.warning(key, new.parts.captured.guards):
+                    warn_user(warning)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
@@ -199,6 +230,15 @@ class CompiledModule(ModuleProxy):
                     self._captures.add((guard, outputs), dropped.parts.captured)
             return step, floats
 
+    def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
+        """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
+        changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
+        if key != call or not self._attributes.ignore(changed):
+            return call, key
+        (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
+        call = (with_attributes(guard, self._attributes), state), adds, outputs
+        return call, call
+
     def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """Plan a step, and log why that happens and how long it took."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
@@ -208,7 +248,7 @@ class CompiledModule(ModuleProxy):
         traces = earlier is None and self._planner.keeps_captures
         known = self._sizes.captured((guard, outputs), self._kept_steps()) if traces else None
         capture = self._general_capture(key) if traces and known is None else None
-        if capture is None and known is None:
+        if capture is None and known is None and not is_new(key):
             self._warn_of_kinds(args, kwargs)
         step = self._planner.step(args, kwargs, outputs, earlier, known or capture)
         if capture is not None and self._is_general(key, capture, step):

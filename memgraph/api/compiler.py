@@ -37,6 +37,7 @@ def compile(
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
+    opaque: bool | Sequence[str] = True,
 ) -> CompiledModule:  # fmt: skip
     """Return a module that trains like `model`, with a step that stays within `budget`.
 
@@ -89,6 +90,8 @@ def compile(
             variable MEMGRAPH_PINNED, or half of the host's memory.
         cuda_graphs: on a GPU, True records each step from its third run on as CUDA graphs, and refuses one that can't
             be recorded; "auto" runs such a step op by op.
+        opaque: submodules that run as they are, each as one op: True for those that can't be traced, or a list of
+            paths for these as well.  False refuses what can't be traced.
 
     Returns:
         A module that shares everything with `model` but its forward.  `.plan` is the Report of the latest call,
@@ -98,14 +101,15 @@ def compile(
         TypeError: `model` is no module, or a part of it is of `memgraph.compile`, torch.jit, DistributedDataParallel or
             FSDP; or an argument has a wrong type.
         ValueError: `budget` or `pinned` can't be read or is more than exists; the model is on several devices; the
-            optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` or
-            `cuda_graphs` on a CPU.
+            optimizer is of another model; `opaque` names no submodule; the time limit is negative; `wire_dtype` is
+            another type; `strict` or `cuda_graphs` on a CPU.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.
         PinnedError: at a call: open runs, or the state of several models, need more than `pinned`.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
+        OpaqueError: in backward: a submodule that runs as it is gives other numbers when it runs again.
         FusedError: `fuse_update` with an optimizer whose update can't run parameter by parameter; later: something
             needs gradients that are gone.
         RecordingError: at a call, with `cuda_graphs=True`: the step can't be recorded; in any recorded step:
@@ -118,7 +122,7 @@ def compile(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
         time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs,
+        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque,
     )  # fmt: skip
     planner.refuse_optimizer()
     warn_of_steps(model)
@@ -131,7 +135,8 @@ def plan(
     plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False, **kwargs: Any,
+    lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False,
+    opaque: bool | Sequence[str] = True, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Return the plan for the call `model(*args, **kwargs)`, without running a step.
 
@@ -145,7 +150,7 @@ def plan(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
         time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        pinned=pinned, cuda_graphs=cuda_graphs,
+        pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque,
     )  # fmt: skip
     args, kwargs = on_device(planner.module, args, kwargs, microbatches)
     return planner.step(args, kwargs, planner.options.outputs).report
@@ -158,6 +163,7 @@ def make_planner(model: nn.Module, budget: Budget, **given: Unpack[CompileArgume
     options = parse_options(budget, **rest)
     prepared = _prepared(model, loss, count, reduction)
     _refuse_optimizer(prepared, options)
+    _refuse_unknown(model, options)
     return Planner(prepared, options)
 
 
@@ -188,6 +194,14 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
         raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
     if options.fuse_update:
         check_fusable(optimizer)
+
+
+def _refuse_unknown(model: nn.Module, options: CompileOptions) -> None:
+    """Refuse paths that name no submodule."""
+    paths = {path for path, _ in model.named_modules() if path}
+    for name in () if isinstance(options.opaque, bool) else options.opaque:
+        if name not in paths:
+            raise ValueError(f"opaque has {name!r}, which is no submodule; give paths as model.named_modules() does")
 
 
 def _refuse_parts(model: nn.Module) -> None:

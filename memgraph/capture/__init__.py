@@ -1,9 +1,11 @@
 """Trace a call of a module into one functional graph of forward and backward.
 
+saved                 captures of earlier processes
 capture               capture(): the whole way, as below
 call                  take a call apart into tensors and constants
 fake_tensors          fake tensors, torch's modes and random generators around a trace
 constant_fake_mode    fake tensors with known values where no input affects them
+host_lengths          lengths that torch reads on the host, as guards
 user_checkpoint       torch.utils.checkpoint and fused layers in a trace
 trace_joint           first trace: forward and backward, op by op
 float_inputs          floats of a call that become inputs of the graph
@@ -19,7 +21,6 @@ leaf_inputs           inputs that forward may change in place though they requir
 prod_gradient         the gradient of torch.prod as in eager
 reentrant_forward     whether forward can run a second time
 constants             tensors that a step reads besides its inputs
-side_effects          refuse Python state that forward changes
-refuse_reseeding      refuse what forward does to random generators
+python_state          draws, counters and other Python state that forward changes
 explain_errors        turn torch's errors into a CaptureError with source line and advice
 """

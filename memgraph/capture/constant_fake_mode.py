@@ -9,7 +9,7 @@ input are unknown, and it is an error to ask for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,15 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
+from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
-from ..tensors.traced_float import ValueNeededError
+from ..graph.op_descriptions import describe
+from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
 from .float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
+from .value_modes import Answer
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
@@ -76,10 +78,16 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self, has_floats: bool = False, sizes: SizeInputs | None = None) -> None:
-        """With `has_floats`, ops may read traced floats; with `sizes`, tensors may have symbolic ones."""
+    def __init__(
+        self, has_floats: bool = False, answers: Sequence[Answer] | None = None, has_numbers: bool = False,
+        sizes: SizeInputs | None = None,
+    ) -> None:  # fmt: skip
+        """`answers` are the values that Python asks for; with `sizes`, tensors may have symbolic ones.
+
+        Stand-ins may be arguments of ops: with `has_floats` for floats, with `has_numbers` for numbers of tensors.
+        """
         super().__init__(allow_non_fake_inputs=True, shape_env=sizes.trace.env if sizes is not None else None)
-        self.has_floats, self.sizes = has_floats, sizes
+        self.has_floats, self.answers, self.has_numbers, self.sizes = has_floats, answers, has_numbers, sizes
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -93,32 +101,29 @@ class ConstantFakeMode(FakeTensorMode):
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
         kwargs = kwargs or {}
-        if self.has_floats:
+        if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)
+        caches = self.cache_enabled
+
+        def run() -> Any:
+            # torch would cache storages that are no larger than the results, and the bytes of a step would depend on
+            # earlier traces of the process.
+            self.cache_enabled = caches and func in _measured and func not in _large
+            try:
+                result = super(ConstantFakeMode, self).dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = caches
+            _record_storages(func, result)
+            return result
+
         try:
             # Descriptions in Python take symbols; those in C++ would ask for their values.
-            symbolic = enable_python_dispatcher() if self.shape_env is not None else nullcontext()
-            with self._caching(func), symbolic:
-                result = super().dispatch(func, types, args, kwargs)
+            with enable_python_dispatcher() if self.shape_env is not None else nullcontext():
+                return describe(func, args, kwargs, self, run)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)
             raise
-        _record_storages(func, result)
-        return match_kernel_layout(func, args, result, self)
-
-    @contextmanager
-    def _caching(self, func: Any) -> Iterator[None]:
-        """Let torch cache a result, unless the op makes storages larger than its results cover.
-
-        The cached result has smaller storages, so the bytes of a step would depend on earlier traces of the process.
-        """
-        before = self.cache_enabled
-        self.cache_enabled = before and func in _measured and func not in _large
-        try:
-            yield
-        finally:
-            self.cache_enabled = before
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the real value of a traced tensor if no input affects it."""
@@ -161,7 +166,7 @@ def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManag
         return nullcontext()
 
     def is_fake_tensor(thing: Any) -> bool:
-        return isinstance(thing, FakeTensor) and mode.value(thing) is None
+        return isinstance(thing, FakeTensor) and mode.answers is None and mode.value(thing) is None
 
     return mock.patch.object(module, "is_fake_tensor", is_fake_tensor)
 

@@ -25,6 +25,15 @@ def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = mode.from_tensor(constant)
 
 
+def drop_unread_constants(graph: fx.GraphModule) -> None:
+    """Free the tensors of a graph that no node reads any more."""
+    read = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+    for name in [name for name, value in vars(graph).items() if isinstance(value, Tensor) and name not in read]:
+        delattr(graph, name)
+    for name in [name for name, _ in graph.named_buffers(recurse=False) if name not in read]:
+        delattr(graph, name)
+
+
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
     """Raise if backward computes gradients of tensors that are no inputs, where a user could read them.
 

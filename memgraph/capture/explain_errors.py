@@ -26,6 +26,7 @@ from ..errors import CaptureError
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
+from .value_modes import ValuesNeeded
 
 
 class Explanation(NamedTuple):
@@ -39,21 +40,9 @@ class Explanation(NamedTuple):
 # The first match counts.
 EXPLANATIONS = (
     Explanation(
-        ("aten._pack_padded_sequence",),
-        "pack_padded_sequence makes a result whose shape depends on the lengths",
+        ("its data is not allocated yet",),
+        "an op reads the values of a tensor itself, as recurrent layers do with the lengths of packed sequences",
         "give the recurrent layer the padded batch, and mask what follows the ends",
-    ),
-    Explanation(
-        ("aten._ctc_loss",),
-        "how much memory ctc_loss takes depends on the values of the lengths",
-        "return the log-probabilities, and compute ctc_loss outside of the module",
-    ),
-    Explanation(
-        ("aten._grouped_mm",),
-        "torch describes this op for bfloat16 alone",
-        "give it tensors of bfloat16, for transformers' experts by model.to(torch.bfloat16) (autocast does not do it); "
-        'their config.experts_implementation = "batched_mm" takes any dtype, but copies the weights of an expert for '
-        "each token that it gets, which is many times the bytes",
     ),
     Explanation(
         ("aten._nested_tensor_from_mask",),
@@ -61,10 +50,26 @@ EXPLANATIONS = (
         "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
     ),
     Explanation(
+        ("_nested_", "NestedTensor", "nested_tensor", "self.shape_env must not be None"),
+        "a nested tensor has rows of several lengths, and only dense tensors are captured",
+        "pad the rows and mask what follows their ends; nn.TransformerEncoder does with enable_nested_tensor=False",
+    ),
+    Explanation(
+        ("SparseTensorImpl", "SparseCsrTensorImpl", "SparseCooTensor", "compressed tensor"),
+        "forward makes a sparse tensor, and only dense tensors are captured",
+        "use index_add, scatter_reduce or segment_reduce on the indices and values, or do this outside of the module",
+    ),
+    Explanation(
         ("There was no rule registered for HigherOrderOperator",),
         "an op that takes functions (torch.cond, while_loop, flex_attention) can't be planned: which of them run may "
         "depend on a tensor's value",
         "compute both branches and choose with torch.where, or do this outside of the module",
+    ),
+    Explanation(
+        ("DrawnNumber", "DrawnArray"),
+        "forward draws with `random` or numpy, and computes with the number in a way that a captured step can't repeat",
+        "compare it with a number, make a tensor of it at once (torch.tensor), draw it with torch, or draw it outside "
+        "of the module",
     ),
     Explanation(
         (".numpy() is not supported",),
@@ -137,12 +142,18 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
         yield
     except CaptureError:
         raise
+    except ValuesNeeded as error:
+        running = module_running(error.__traceback__, module)
+        if running and isinstance(running[1], _NormBase):
+            place = f"{source_line(error.__traceback__)}, in {running[0]} ({type(running[1]).__name__})"
+            raise CaptureError(f"{place}: {CUMULATIVE_AVERAGE.reason}\n{CUMULATIVE_AVERAGE.advice}") from None
+        raise
     except Exception as error:
         running = module_running(error.__traceback__, module)
         place = source_line(error.__traceback__)
         if running:
             place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
-        explanation = _explain(error, running[1] if running else None) or _explain_failed_op(error, mode)
+        explanation = _find(str(error), error) or _explain_failed_op(error, mode)
         if explanation is None:
             if type(error) is RuntimeError and is_torchs(error.__traceback__):
                 error.args = (f"{error}\nat {place}",)
@@ -183,12 +194,6 @@ def device_mismatch(
 def _is_below_error(record: logging.LogRecord) -> bool:
     """Errors are raised as well, so they need no log."""
     return record.levelno < logging.ERROR
-
-
-def _explain(error: Exception, running: nn.Module | None) -> Explanation | None:
-    if isinstance(error, DataDependentOutputException) and isinstance(running, _NormBase) and running.momentum is None:
-        return CUMULATIVE_AVERAGE
-    return _find(str(error), error)
 
 
 def _explain_failed_op(error: Exception, mode: ConstantFakeMode) -> Explanation | None:

@@ -5,11 +5,8 @@ No real tensor is read or written. Random generators and autocast's cache are re
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -23,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
+from ..system.cycle_collector import paused_collector
 from .sizes.size_inputs import SizeInputs
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
@@ -32,8 +30,8 @@ MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
     """Enter the modes in which a step is traced."""
     with ExitStack() as stack:
+        stack.enter_context(paused_collector())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(refuse_python_random())
         stack.callback(_clear_full_cache)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
@@ -89,33 +87,3 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
     with mode, torch.no_grad():
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def refuse_python_random() -> Iterator[None]:
-    """Raise if forward draws from `random` or numpy, and restore all generators.
-
-    Each step would get the numbers of the trace.
-    """
-    python, numpy = random.getstate(), _numpy()
-    before = numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-        if random.getstate() != python or (numpy and not _same(numpy.get_state(), before)):
-            raise CaptureError(
-                "forward draws random numbers with `random` or numpy, which would be the same in every step: draw them "
-                "with torch, or outside of the module"
-            )
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.set_state(before)
-
-
-def _numpy() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _same(now: Any, before: Any) -> bool:
-    return all((a == b).all() if hasattr(a, "all") else a == b for a, b in zip(now, before, strict=True))

@@ -16,6 +16,7 @@ from itertools import compress
 from torch import fx
 
 from ..graph.captured import Input
+from ..graph.first_draws import draw_coins_first
 from ..graph.nodes import (
     changed_storages,
     drop_aliases,
@@ -23,11 +24,14 @@ from ..graph.nodes import (
     drop_dead,
     drop_identity_views,
     drop_unread_statistics,
+    is_guard,
     merge_constants,
     returned_values,
     storages,
 )
+from ..graph.opaque_ops import FORWARD
 from ..graph.provenance import PROVENANCE
+from .constants import drop_unread_constants
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
 from .reinplace import reinplace
@@ -61,10 +65,13 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     graph.output_node().meta["kinds"] = tuple(RESULT_KINDS[role.kind] for role in joint.outputs)
     places = [place for place in functional.changed if joint.inputs[place].kind == "buffer"]
     assigned = {writer.placeholders[place] for place in joint.assigned}
-    reinplace(graph, joint.mode, [writer.placeholders[place] for place in places], assigned)
+    draw_coins_first(graph, set(filter(is_guard, graph.nodes)))
+    buffers = [writer.placeholders[place] for place in places]
+    reinplace(graph, joint.mode, buffers, assigned, after=writer.agree_on_guards(FORWARD))
     drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)
+    drop_unread_constants(functional.graph)
     graph.lint()
     functional.graph.recompile()
     return functional.graph

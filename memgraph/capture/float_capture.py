@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.traced_float import FloatValues, TracedFloat, ValueNeededError
+from ..tensors.traced_number import FloatValues, TracedFloat, ValueNeededError
 from .capture import capture
 from .float_inputs import FloatInputs
 from .sizes.same_capture import describe, has_same_constants
@@ -43,7 +43,7 @@ class FloatCapture:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
     ) -> Captured | None:
         """Return the captured call; None if one of the floats has to be a constant."""
-        checks = TypeChecks(TracedFloat, [str(name) for _, name in self.inputs.containers.values()])
+        checks = TypeChecks((TracedFloat,), [str(name) for _, name in self.inputs.containers.values()])
         try:
             with checks.watching():
                 captured = capture(module, args, kwargs, grad=grad, wanted=wanted, floats=self.inputs)

@@ -9,35 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ..graph.nodes import aten
+from ..graph.float_arguments import takes_any_value
 from ..guards.signature import ARGUMENTS
-from ..tensors.traced_float import (
+from ..tensors.expressions import Variable
+from ..tensors.traced_number import (
     FloatArgument,
-    FloatNode,
     FloatPlace,
     FloatTrace,
+    NumberNode,
     TracedFloat,
     ValueNeededError,
     stand_in,
 )
-
-# Ops that are not tagged as pointwise, but whose results have the same shape and type whatever the float is.
-SAME_SHAPE = frozenset({
-    aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default,
-    aten.floor_divide.default, aten.floor_divide_.Tensor, aten.constant_pad_nd.default, aten.index_fill.int_Scalar,
-    aten.index_fill_.int_Scalar, aten.scatter.value, aten.scatter_.value, aten.index_add.default,
-    aten.fill.Scalar, aten.fill_.Scalar, aten.masked_fill.Scalar, aten.masked_fill_.Scalar,
-    aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addr.default, aten.addbmm.default,
-    aten.threshold.default, aten.threshold_backward.default, aten.leaky_relu_backward.default,
-    aten.elu_backward.default, aten.softplus_backward.default, aten.hardtanh_backward.default,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ class FloatInputs:
                 container[key] = value
 
     def _stand_in(self, place: FloatPlace) -> TracedFloat:
-        return stand_in(FloatNode(itemgetter(place), self.values[place], self.trace))
+        return stand_in(NumberNode(Variable(place), self.values[place], self.trace))
 
 
 def with_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,15 +71,12 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
         ValueNeededError: the shape or type of the op's result may depend on the value.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if not any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
+    if not any(isinstance(leaf, torch.SymFloat | torch.SymInt) for leaf in leaves):
         return args, kwargs
-    tags = getattr(func, "tags", ())
-    if not isinstance(func, OpOverload) or not (torch.Tag.pointwise in tags or func in SAME_SHAPE):
+    if not takes_any_value(func):
         raise ValueNeededError(f"the result of {func} may depend on it")
-    if torch.Tag.nondeterministic_seeded in tags:
-        raise ValueNeededError(f"{func} draws random numbers")
     return pytree.tree_unflatten(
-        [float(leaf.node.constant) if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves], spec
+        [leaf.node.value if isinstance(leaf, torch.SymFloat | torch.SymInt) else leaf for leaf in leaves], spec
     )
 
 

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode, disable_functional_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
-from ..graph.nodes import returned_values, written_inputs
+from ..graph.nodes import is_check, returned_values, written_inputs
+from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
+from ..graph.tensor_numbers import CopiedNumbers
 from ..tensors.traced_size import with_sizes
 from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
@@ -106,11 +107,13 @@ class _Interpreter(fx.Interpreter):
         self.at_boundary, self.mode = at_boundary, mode
         self.ends: GraphEnds | None = None
         self.results = returned_values(graph.graph)
+        self.numbers = CopiedNumbers()
 
     def run_node(self, n: fx.Node) -> Any:
         if self.ends is None and is_backward(n):
             self.ends = self.at_boundary([self.env.get(node) for node in self.results])
-        result = self._run_check(n) if _is_check(n) else super().run_node(n)
+        run = self._run_check if is_check(n) else self._copy_number if is_number(n) else super().run_node
+        result = run(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
             for written in written_inputs(n):
                 _restore_strides(self.env[written], written.meta["val"])
@@ -128,12 +131,12 @@ class _Interpreter(fx.Interpreter):
         with self._set_current_node(n), disable_functional_mode():
             return n.target(*args, **kwargs)  # type: ignore[operator]
 
-
-def _is_check(node: fx.Node) -> bool:
-    """Return True if an op has no result and changes nothing, as one that raises for a singular matrix."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    return not node.target._schema.returns and not node.target._schema.is_mutable
+    def _copy_number(self, n: fx.Node) -> Any:
+        args, _ = tree_map(from_fun, self.fetch_args_kwargs_from_env(n))
+        mode = get_proxy_mode()
+        assert mode is not None
+        with self._set_current_node(n):
+            return self.numbers.copy(n, args, mode.tracer)
 
 
 def _restore_strides(value: Any, like: Tensor) -> None:

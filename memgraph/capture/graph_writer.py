@@ -17,7 +17,9 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
-from ..graph.nodes import all_storages, aten, fake_result, storages
+from ..graph.guard_ops import AGREE
+from ..graph.nodes import UNGUARDED, all_storages, aten, fake_result, is_guard, storages
+from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 
 
@@ -44,6 +46,18 @@ class GraphWriter:
         for node in self.graph.nodes:
             if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
+
+    def agree_on_guards(self, checking: OpOverload) -> fx.Node | None:
+        """Let ranks agree that all guards, and ops `checking`, have held, behind the last of them; return that node, if
+        there are any."""
+        last = next(
+            (node for node in reversed(self._forward_nodes()) if is_guard(node) or node.target is checking), None
+        )
+        if last is None:
+            return None
+        read = last.all_input_nodes[0]
+        tensor = read.args[0] if is_number(read) else read
+        return self._add(last, last.next, "forward", AGREE, tensor, guard=UNGUARDED)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
         """Return the node, or a copy if it is a view of an input or of a constant."""
@@ -80,7 +94,8 @@ class GraphWriter:
             node = self._add(node, before, phase, aten.permute.default, node, order)
         node = self._add(node, before, phase, aten.clone.default, node, memory_format=torch.contiguous_format)
         if is_permuted:
-            node = self._add(node, before, phase, aten.permute.default, node, sorted(order, key=order.index))
+            back = sorted(range(len(order)), key=order.__getitem__)
+            node = self._add(node, before, phase, aten.permute.default, node, back)
         return node
 
     def _add(

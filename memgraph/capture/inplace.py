@@ -4,12 +4,16 @@
     b = bernoulli_(e, p)      ->      b = bernoulli(e, p)
     d = div_(b, q)                    d = div(b, q)
 
-Dropout on the CPU does this, and `relu(inplace=True)`. A graph without other in-place ops needs no second trace, which
-is half of the time of a capture.
+    i, f = unsafe_split(gates, n)     i, f = unsafe_split(gates, n)
+    s = sigmoid_(i)           ->      s = sigmoid(i); l = laid(s, i's strides)
+
+Dropout on the CPU does the first, and `relu(inplace=True)`; an LSTM cell does the second, with gates that share no
+element. A graph without other in-place ops needs no second trace, which is half of the time of a capture.
 """
 
 from __future__ import annotations
 
+import operator
 from itertools import takewhile
 from typing import Any
 
@@ -18,7 +22,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
+from ..graph.aten_shims import COPY_WITH_STRIDES
 from ..graph.nodes import argument_types, aten, changes_inputs, fake_result, storages, written_inputs
+
+# Their results share no element. Whoever calls these promises to read the whole no more once a part has changed.
+SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 
 
 def replace_inplace(graph: fx.Graph, mode: FakeTensorMode) -> bool:
@@ -44,13 +52,17 @@ def _make_contiguous(node: fx.Node, mode: FakeTensorMode) -> None:
 
 
 class _InplaceRewriter:
-    """Walks a graph once. `split` are storages that stand for those of new values from here on."""
+    """Walks a graph once.
+
+    `split` are storages that stand for those of new values from here on; `copies` are nodes that restore strides.
+    """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.mode = mode
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.holders: dict[int, list[fx.Node]] = {}
         self.split: set[int] = set()
+        self.copies: set[fx.Node] = set()
         for node in graph.nodes:
             self._add_holder(node)
 
@@ -69,16 +81,40 @@ class _InplaceRewriter:
         inplace = node.target, node.args
         node.target, node.args = target, (*node.args, *_omitted(node))
         new = fake_result(node, self.mode)
-        if (new.shape, new.stride(), new.dtype) != (before.shape, before.stride(), before.dtype):
+        has_same_strides = new.stride() == before.stride()
+        if (new.shape, new.dtype) != (before.shape, before.dtype) or not (
+            has_same_strides or self._may_copy(written[0])
+        ):
             node.target, node.args = inplace
             return False
         self._set_value(node, new)
+        if not has_same_strides:
+            self._restore_strides(node, before)
         return True
+
+    def _may_copy(self, written: fx.Node) -> bool:
+        """Return True if nothing else holds the elements that are written, so that a copy may take their place."""
+        return _is_part(written) or written in self.copies
+
+    def _restore_strides(self, node: fx.Node, before: Tensor) -> None:
+        """Let the readers of a node read a copy with the strides that its value has in eager."""
+        with node.graph.inserting_after(node):
+            copy = node.graph.call_function(COPY_WITH_STRIDES, (node, list(before.stride())))
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        copy.meta = dict(node.meta)
+        self.place[copy] = self.place[node]
+        self.copies.add(copy)
+        self._set_value(copy, fake_result(copy, self.mode))
 
     def _is_last_use(self, written: fx.Node, node: fx.Node) -> bool:
         """Return True if, after `node`, the storage of `written` is read only through `node`."""
         now = self.place[node]
-        same_storage = [holder for storage in storages(written) for holder in self.holders[storage]]
+        same_storage = [
+            holder
+            for storage in storages(written)
+            for holder in self.holders[storage]
+            if storage in storages(holder) and not _are_disjoint(holder, written)
+        ]
         earlier = [holder for holder in same_storage if self.place[holder] < now]
         owned = all(holder.op == "call_function" for holder in same_storage)
         return owned and all(self.place[user] <= now for holder in earlier for user in holder.users)
@@ -91,6 +127,16 @@ class _InplaceRewriter:
     def _add_holder(self, node: fx.Node) -> None:
         for storage in storages(node):
             self.holders.setdefault(storage, []).append(node)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Return True if the node is one of the parts of a split."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SPLITS
+
+
+def _are_disjoint(one: fx.Node, other: fx.Node) -> bool:
+    """Return True if both are parts of the same split, and not the same part."""
+    return _is_part(one) and _is_part(other) and one.args[0] is other.args[0] and one.args[1] != other.args[1]
 
 
 def _functional(target: Any) -> OpOverload | None:

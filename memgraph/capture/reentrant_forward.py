@@ -28,6 +28,8 @@ OVERWRITING = (aten.copy.default, aten.copy_.default)  # of their first argument
 
 def can_run_again(captured: Captured) -> bool:
     """Return True if a second forward would have the same differentiable outputs."""
+    if captured.opaque:  # they may change more than buffers
+        return False
     graph = captured.graph.graph
     written = overwritten_buffers(captured)
     if not written:

@@ -50,22 +50,26 @@ VIEW_OF_SCATTER: Mapping[Any, OpOverload] = {
 WRITERS = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "index_add", "scatter", "scatter_add")
 
 
-def reinplace(graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node], assigned: Container[fx.Node]) -> None:
+def reinplace(
+    graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node], assigned: Container[fx.Node],
+    after: fx.Node | None = None,
+) -> None:  # fmt: skip
     """Write to the buffers, placeholders into which a graph copies new values, in place.
 
     Eager gives another tensor to those in `assigned`, so they are copied into. It changes the others in place with the
-    same ops, and so with the same bits.
+    same ops, and so with the same bits. Nothing is written before the node `after`.
     """
     changed = set[int]()
     for buffer in buffers:
         copy = next(user for user in buffer.users if _copies_into(user, buffer))
         chain = _chain(buffer, copy) if buffer not in assigned else []
-        if chain and _may_be_in_place(graph, buffer, chain):
+        is_late = after is None or not chain or chain[0] > after
+        if chain and is_late and _may_be_in_place(graph, buffer, chain):
             changed |= all_storages(chain)
             _run_in(buffer, chain, mode)
             graph.erase_node(copy)
         else:
-            _move_up(buffer, copy)
+            _move_up(buffer, copy, after)
     if changed:
         _update_views(graph, mode, changed)
 
@@ -234,11 +238,12 @@ class _ReinplaceRewriter:
         return node
 
 
-def _move_up(buffer: fx.Node, copy: fx.Node) -> None:
-    """Move a copy into a buffer right behind the last reader of the old value, so that the new one can be freed."""
+def _move_up(buffer: fx.Node, copy: fx.Node, after: fx.Node | None) -> None:
+    """Move a copy into a buffer right behind the last reader of the old value, so that the new one can be freed, and
+    behind the node `after`."""
     buffer_storages = storages(buffer)
     readers = {user for node in _aliases(buffer, buffer_storages) for user in node.users if user < copy}
-    last = max({copy.args[1], *readers})  # type: ignore[type-var]
+    last = max({copy.args[1], *readers, *filter(None, [after])})  # type: ignore[type-var]
     if last.op == "call_function":  # type: ignore[union-attr]
         last.append(copy)  # type: ignore[union-attr]
 

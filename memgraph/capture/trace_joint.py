@@ -7,8 +7,10 @@ The graph may still have in-place ops, which `functionalize` replaces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,23 +27,33 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.utils import stateless
 
 from ..errors import CaptureError
-from ..graph.aten_shims import keep_rnn_workspaces
+from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
+from ..graph.counters import Counter
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
+from ..graph.tensor_numbers import TensorNumbers, as_tensor
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..opaque.recorder import Recorder
+from ..opaque.traced_parts import TracedParts, find_sums
 from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
+from ..tensors.traced_number import ValueNeededError, is_traced
 from ..tensors.traced_size import with_arguments
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
+from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
-from .side_effects import TraceRecord, refuse_side_effects
+from .python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
+from .python_state.draw_in_graph import drawing_in_trace
+from .python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
+from .saved.op_log import OpLog
 from .sizes.whole_slices import drop_whole_slices
-from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
+from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
+from .value_modes import ReplayValues, answering
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,37 +74,84 @@ class JointGraph:
     sources: Mapping[Output, frozenset[int]]
     has_custom_functions: bool
     rewritten: Mapping[int, int]
+    counters: tuple[Counter, ...]
 
 
-def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
-    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
-    with (
-        AttributeSnapshot(call.module, call.tensors).restored() as before,
-        without_checkpoint(),
-        eager_fast_paths(),
-        eager_prod_gradient(),
-        eager_value_decompositions(),
-        constant_transformers_checks(mode),
-    ):
-        step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+def trace_joint(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog, recorder: Recorder | None = None
+) -> JointGraph:
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
+
+    Submodules whose calls were recorded are opaque. If the log is a rehearsal, the graph is empty.
+    """
+    with _as_in_eager(call, mode) as before:
+        traced = partial(_traced, call, mode, wanted, before, recorder)
+        step, graph = traced(log)
+        counted: tuple[Place, ...] = ()
+        if step.changed is not None:
+            counted = step.changed.places
+            step, graph = _counted(traced, step, graph, step.changed)
+            log.compare(step.log)
+        again = log.again()
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*traced(again, counted)))
+        log.compare(again)
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.joint_graph(graph)
 
 
-def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
+@contextmanager
+def _as_in_eager(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapshot]:
+    """Let ops and libraries do what they do in eager, and restore the module afterwards."""
+    with (
+        AttributeSnapshot(call.module, call.tensors).restored() as before,
+        drawing_in_trace(),
+        without_checkpoint(),
+        eager_fast_paths(),
+        eager_prod_gradient(),
+        eager_value_decompositions(),
+        eager_casts(),
+        readable_lengths(),
+        constant_transformers_checks(mode),
+    ):
+        yield before
+
+
+def _counted(
+    traced: Callable[[OpLog, Sequence[Place]], tuple[_TracedStep, fx.GraphModule]],
+    step: _TracedStep,
+    graph: fx.GraphModule,
+    changed: ChangedNumbers,
 ) -> tuple[_TracedStep, fx.GraphModule]:
+    """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
+    if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
+        raise changed.error  # they run before the numbers are counted
+    try:
+        counted, other = traced(step.log.again(), changed.places)
+        is_same = is_same_step(_facts(step, graph), _facts(counted, other))
+    except Exception as error:
+        raise changed.error from error
+    if not is_same or counted.has_custom_functions:  # the backward of one may read the number
+        raise changed.error
+    return counted, other
+
+
+def _traced(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None,
+    log: OpLog, counted: Sequence[Place] = (),
+) -> tuple[_TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = _TracedStep(call, mode, wanted, before)
+    step = _TracedStep(call, mode, wanted, before, log, counted)
+    step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
     if mode.sizes is not None:
         drop_whole_slices(graph.graph, mode)
-    keep_rnn_workspaces(graph.graph)
+    use_surrogates(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
+    if step.numbers.has_escaped():
+        raise ValueNeededError("forward stores a number that it reads from a tensor")
     return step, graph
 
 
@@ -106,8 +165,14 @@ def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
 class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
-        self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
+    def __init__(
+        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
+        counted: Sequence[Place],
+    ) -> None:  # fmt: skip
+        self.call, self.mode, self.wanted, self.before, self.log = call, mode, wanted, before, log
+        self.counted = counted
+        self.changed: ChangedNumbers | None = None
+        self.counters: list[Counter] = []
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -119,7 +184,9 @@ class _TracedStep:
         self.sources: dict[Output, frozenset[int]] = {}
         self.has_custom_functions = False
         self.rewritten: dict[int, int] = {}
+        self.numbers = TensorNumbers()
         self.grad_edges = InputGradEdges()
+        self.parts: TracedParts | None = None
         self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
         self.attributes_after: AttributeSnapshot
 
@@ -127,9 +194,25 @@ class _TracedStep:
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
-        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.has_custom_functions, self.rewritten)
+        return JointGraph(
+            graph,
+            self.mode,
+            *roles,
+            *result,
+            self.sources,
+            self.has_custom_functions,
+            self.rewritten,
+            tuple(self.counters),
+        )
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
+        with self.log.recording(values, self.provenance.here):
+            results = self._run(values)
+            facts = self.inputs, self.outputs, tuple(self.assigned), self.differentiable, sorted(self.rewritten.items())
+            self.log.end(results, *facts)
+        return [] if self.log.is_rehearsal else results
+
+    def _run(self, values: Sequence[Tensor]) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
@@ -137,9 +220,13 @@ class _TracedStep:
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
-        outputs = self._read(self._forward(values), values)
-        self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
-        gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
+        self.numbers.tracer = tracer
+        numbers = self.numbers if self.mode.has_numbers else None
+        with answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers:
+            outputs = self._read(self._forward(values), values)
+            answers.in_backward = True
+            self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
+            gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:
@@ -152,8 +239,11 @@ class _TracedStep:
         traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
         with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
-            result = self.call.run(values)
+            parts = self.parts.replaced() if self.parts is not None else nullcontext()
+            with parts, counting(self.counted, self.counters):
+                result = self.call.run(values)
             self._find_assigned(traced, names)
+        self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values)
         return result
@@ -187,7 +277,11 @@ class _TracedStep:
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
+            if is_traced(leaf) and leaf.node.trace is self.numbers:
+                tensor = as_tensor(leaf)
+                outputs[id(tensor)] = tensor
+                refs.append(Ref("output", len(outputs) - 1, is_number=True))
+            elif not isinstance(leaf, Tensor):
                 refs.append(leaf)
             elif (ref := self._input_ref(leaf, passed, differentiable)) is not None:
                 refs.append(ref)
@@ -228,9 +322,12 @@ class _TracedStep:
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in roots))
         leaves: list[Any] = [self.grad_edges.edges.get(i, values[i]) for i in needed]
         self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
+        if self.parts is not None:
+            find_sums([outputs[i] for i in roots])
         with without_autocast(values):
             starts = [outputs[i] for i in roots]
-            gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
+            with self.provenance.naming_errors():
+                gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
         grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
         self.sources = _sources(
             outputs, roots, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))

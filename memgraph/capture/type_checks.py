@@ -27,6 +27,7 @@ STANDARD = str(Path(dis.__file__).parent) + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may be in a folder of the standard library's
 
 CHECKS = frozenset({"type", "id", "is_", "is_not"})  # names of the functions that check; the last two of `operator`
+MAKERS = ("item", "compute")  # functions of ours that return a stand-in to the code that calls them
 SINGLETONS = (None, True, False, ...)  # neither a number nor its stand-in is one of these
 
 
@@ -34,14 +35,15 @@ class TypeChecks:
     """Watches the functions that run.
 
     Attributes:
-        found: a function that checks types or identities, and has a number of the class `kind` in a local variable or
-            reads an attribute with one of `names`; "" if there was none.
+        found: a function that checks types or identities, and has a number of one of `kinds` in a local variable, gets
+            one from a function that it calls, or reads an attribute with one of `names`; "" if there was none.
     """
 
-    def __init__(self, kind: type, names: Collection[str]) -> None:
-        self.kind, self.names = kind, frozenset(names)
+    def __init__(self, kinds: Collection[type], names: Collection[str] = ()) -> None:
+        self.kinds, self.names = kinds, frozenset(names)
         self.found = ""
         self._checks: dict[CodeType, bool] = {}
+        self._watched: dict[CodeType, bool] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,10 +57,12 @@ class TypeChecks:
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        checks = self._checks.get(code)
-        if checks is None:
-            checks = self._checks[code] = _is_watched(code.co_filename) and _checks(code)
-        if not checks:
+        if code.co_name in MAKERS and code.co_filename.startswith(MEMGRAPH):
+            self._note_if_checks(frame.f_back)
+        watched = self._watched.get(code)
+        if watched is None:
+            watched = self._watched[code] = _is_watched(code.co_filename)
+        if not watched:
             return None
         frame.f_trace_lines = False
         return self._on_event
@@ -66,10 +70,24 @@ class TypeChecks:
     def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "return":
             code = frame.f_code
-            is_local = any(_contains(value, self.kind) for value in frame.f_locals.values())
-            if is_local or not self.names.isdisjoint((*code.co_names, *code.co_consts)):
-                self.found = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+            if self._checks_in(code):
+                is_local = any(_contains(value, self.kinds) for value in frame.f_locals.values())
+                if is_local or not self.names.isdisjoint((*code.co_names, *code.co_consts)):
+                    self._note_if_checks(frame)
+            if _contains(arg, self.kinds):
+                self._note_if_checks(frame.f_back)
         return self._on_event
+
+    def _note_if_checks(self, frame: FrameType | None) -> None:
+        """Note the function of a frame, which has a number, if it checks types or identities."""
+        if frame is not None and self._checks_in(frame.f_code):
+            self.found = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
+
+    def _checks_in(self, code: CodeType) -> bool:
+        checks = self._checks.get(code)
+        if checks is None:
+            checks = self._checks[code] = _is_watched(code.co_filename) and _checks(code)
+        return checks
 
 
 def _is_watched(file: str) -> bool:
@@ -91,18 +109,18 @@ def _is_singleton(value: object) -> bool:
     return any(value is singleton for singleton in SINGLETONS)
 
 
-def _contains(value: object, kind: type, depth: int = 3) -> bool:
-    """Return True for a value of this class, and for a container or a plain object that has one.
+def _contains(value: object, kinds: Collection[type], depth: int = 3) -> bool:
+    """Return True for a value of these classes, and for a container or a plain object that has one.
 
     Functions and classes hold no number of a call, and attributes of modules are found by name.
     """
-    if type(value) is kind:
+    if type(value) in kinds:
         return True
     if not depth or callable(value) or isinstance(value, nn.Module | Tensor | ModuleType):
         return False
     if isinstance(value, tuple | list):
-        return any(_contains(item, kind, depth - 1) for item in value)
+        return any(_contains(item, kinds, depth - 1) for item in value)
     if isinstance(value, dict):
-        return any(_contains(item, kind, depth - 1) for item in value.values())
+        return any(_contains(item, kinds, depth - 1) for item in value.values())
     state = getattr(value, "__dict__", None)
-    return type(state) is dict and any(_contains(item, kind, depth - 1) for item in state.values())
+    return type(state) is dict and any(_contains(item, kinds, depth - 1) for item in state.values())

@@ -3,6 +3,7 @@
     torch.utils.checkpoint in the model      ->   calls its function: memgraph decides what to recompute
     TransformerEncoderLayer, eval, no_grad   ->   one aten._transformer_encoder_layer_fwd, as in eager
     torch.linalg.svdvals(x), no gradient     ->   aten._linalg_svd(x, compute_uv=False), as in eager
+    self.router.to(torch.float32)            ->   nothing, if it is float32, as in eager
 
 A traced checkpoint would draw new dropout masks when it recomputes: wrong gradients without an error. Fused layers and
 decompositions without vectors give other bits; torch avoids them in a trace, which might need their gradients.
@@ -17,14 +18,23 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
 
 from ..errors import CaptureError
+from ..graph.guard_ops import TOLIST
+from .python_state.refuse_reseeding import allow_reseeding
+from .python_state.refused_draws import allow_python_random
+from .value_modes import IS_NONZERO, ITEM
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+EAGER = {
+    name: getattr(torch_checkpoint, name)
+    for name in ("CheckpointFunction", *GENERATORS)
+    if hasattr(torch_checkpoint, name)
+}
 
 
 @contextmanager
@@ -41,6 +51,27 @@ def without_checkpoint() -> Iterator[None]:
         )
     replaced: dict[str, Any] = {"CheckpointFunction": _PlainCall} | dict.fromkeys(generators, _run_plainly)
     with mock.patch.multiple(torch_checkpoint, **replaced):
+        yield
+
+
+@contextmanager
+def eager_checkpoint() -> Iterator[None]:
+    """Let checkpoint do what it does in eager, inside of `without_checkpoint`."""
+    with mock.patch.multiple(torch_checkpoint, **EAGER):
+        yield
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
+    with (
+        allow_reseeding(),
+        allow_python_random(),
+        eager_checkpoint(),
+        mock.patch.object(torch.Tensor, "item", ITEM),
+        mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
+        mock.patch.object(torch.Tensor, "tolist", TOLIST),
+    ):
         yield
 
 
@@ -93,6 +124,27 @@ def eager_value_decompositions() -> Iterator[None]:
         return torch.ops.aten._linalg_eigh(A, UPLO, False)[0]
 
     with mock.patch.object(torch.linalg, "svdvals", singular), mock.patch.object(torch.linalg, "eigvalsh", eigen):
+        yield
+
+
+@contextmanager
+def eager_casts() -> Iterator[None]:
+    """Let `module.to(dtype)` in forward be nothing where all tensors have the type, and refuse it elsewhere."""
+    plain: Callable[..., nn.Module] = nn.Module._apply
+
+    def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return plain(module, convert, *args, **kwargs)
+        with torch.no_grad():
+            if all(convert(tensor) is tensor for tensor in tensors):
+                return module
+        raise CaptureError(
+            f"forward casts or moves the parameters of a {type(module).__name__}, which would happen once: do it "
+            "before the module is compiled, or run the plain module once before"
+        )
+
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
 
 

@@ -2,10 +2,17 @@
 
 captured            Captured: the joint graph and the roles of its inputs and outputs
 nodes               facts about a node: views, storages, mutation, randomness
+tensor_numbers      stand-ins for numbers that forward reads from tensors, while it is traced
+number_ops          numbers that a graph reads from its tensors, and guards on comparisons of them
 float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks
+host_draws          draws with `random` and numpy as ops
+first_draws         coins before all other ops
+counters            numbers with which forward counts
+packed_ops          pack rows of several lengths, and pad them
+op_descriptions     results of ops that torch describes wrongly or not at all
 ops                 runtime ops: offload, reload, wait, free, update, collectives
 accumulate_grads    add gradients to .grad, and over micro-batches, inside backward
 fuse_updates        insert parameter updates into backward

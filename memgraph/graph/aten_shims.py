@@ -2,11 +2,15 @@
 
     x.add_(y), x with gaps in its memory      ->  laid(add(x, y), x's strides)
     mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
+    _ctc_loss(x, targets, lengths in tensors) ->  ctc_loss(x, ...)
     select_scatter(x, y), x an input          ->  select_scatter(laid(x, x's strides), y)
+    sum(index(x, [mask]), [0])                ->  sum_rows(x, mask, [0])
 
 Kernels look at strides: the last bits of a sigmoid depend on the length of a row. oneDNN's recurrent layer makes the
-workspace of its backward only in grad mode. A scatter copies the whole storage of its argument; if that is a slice of
-the caller's data set, the storage is the data set.
+workspace of its backward only in grad mode. What ctc_loss keeps for backward is as wide as the longest target of a
+batch; here it is as wide as targets may be, so that no size depends on values. A scatter copies the whole storage of
+its argument; if that is a slice of the caller's data set, the storage is the data set. How many rows a mask selects is
+a size that only their sum hides.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch._subclasses import FakeTensorMode
 from .nodes import all_storages, allocates_nothing, aten, fake_result, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
+CTC = aten._ctc_loss.Tensor
 # Functional writes into a view. They copy the whole storage of the view, not only what it covers.
 COPY_STORAGES = (
     aten.copy.default,
@@ -30,13 +35,12 @@ COPY_STORAGES = (
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 )
-# Position of the two seeds of dropout among the results. Backward reads them on the host; with seeds on the device, as
-# the fake ones are, the process would crash.  Not yet run on a GPU.
-SEEDS_ON_HOST = {aten._scaled_dot_product_efficient_attention.default: 2, aten._efficient_attention_forward.default: 2}
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
+_library.define("sum_rows(Tensor x, Tensor mask, int[] dims, bool keepdim) -> Tensor")
 _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
+_library.define(str(CTC._schema).replace("aten::_ctc_loss.Tensor", "ctc_loss"))
 
 
 def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
@@ -44,11 +48,18 @@ def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def keep_rnn_workspaces(graph: fx.Graph) -> None:
-    """Let recurrent layers that were traced in grad mode run in grad mode."""
+def use_surrogates(graph: fx.Graph) -> None:
+    """Let recurrent layers that were traced in grad mode run in grad mode, and fix the sizes of results."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         if node.meta["val"][3].numel():
             node.target = torch.ops.memgraph_surrogates.rnn_layer.default
+    for node in graph.find_nodes(op="call_function", target=CTC):
+        node.target = torch.ops.memgraph_surrogates.ctc_loss.default
+
+
+def longest_target(targets: Tensor) -> int:
+    """Return the length that no target of ctc_loss exceeds, which is known without the lengths."""
+    return targets.shape[1] if targets.dim() == 2 else targets.numel()
 
 
 def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -71,27 +82,6 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
         changed.add(node)
 
 
-def match_kernel_layout(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
-    """Return the fake result of an op with the storages that the kernel makes, where torch's fake differs."""
-    if func is LAYER and torch.is_grad_enabled():
-        with mode:  # only oneDNN knows its size: `correct_fakes.py` measures it
-            return (*result[:3], result[3].new_empty(1))
-    if func is aten.mkldnn_rnn_layer_backward.default:
-        with mode:  # its results are float32 for any dtype; so are torch's fakes from 2.13 on
-            grads = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in result]
-            return (*grads[:4], torch.empty_like(grads[3]), *grads[5:])
-    if func in SEEDS_ON_HOST:
-        first, last = SEEDS_ON_HOST[func], SEEDS_ON_HOST[func] + 2
-        with mode:
-            seeds = [torch.empty((), dtype=seed.dtype, device="cpu") for seed in result[first:last]]
-        return (*result[:first], *seeds, *result[last:])
-    if func in COPY_STORAGES and result.stride() == args[0].stride():  # not so if its elements overlap
-        copied = args[0].untyped_storage().nbytes()
-        if result.untyped_storage().nbytes() != copied:  # a symbolic storage can't be resized
-            result.untyped_storage().resize_(copied)
-    return result
-
-
 def _rnn_layer(*args: Any) -> Any:
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         return LAYER(*args)
@@ -102,9 +92,45 @@ def _fake_rnn_layer(*args: Any) -> Any:
     return output, hy, cy, workspace.new_empty(1)
 
 
-for _name, _run, _fake in (("laid", copy_with_strides, copy_with_strides), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
+def _sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return the sum of the rows that a mask selects."""
+    return x[mask].sum(dims, keepdim)
+
+
+def _fake_sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    return x.new_empty((mask.numel(), *x.shape[mask.dim() :])).sum(dims, keepdim)
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Run the op, and return what it keeps in a tensor of fixed width; its backward reads the part that is filled."""
+    steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    width = 2 * longest_target(targets) + 1
+    loss, kept = CTC(log_probs, targets, *rest)
+    missing = width - kept.shape[-1]
+    if not missing:
+        return loss, kept
+    # Lengths of zero, by which it is priced, need less than others: with this, all need the same.
+    reserved = log_probs.new_empty(batch, steps, missing)
+    wide = log_probs.new_empty(batch, steps, width)
+    del reserved
+    wide[..., : kept.shape[-1]] = kept
+    return loss, wide
+
+
+def _fake_ctc_loss(*args: Any) -> Any:
+    return CTC(*args)  # described in `op_descriptions`
+
+
+_SURROGATES = (
+    ("laid", copy_with_strides, copy_with_strides),
+    ("sum_rows", _sum_rows, _fake_sum_rows),
+    ("rnn_layer", _rnn_layer, _fake_rnn_layer),
+    ("ctc_loss", _ctc_loss, _fake_ctc_loss),
+)
+for _name, _run, _fake in _SURROGATES:
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
+SUM_ROWS: OpOverload = torch.ops.memgraph_surrogates.sum_rows.default
 
 
 COPY_WITH_STRIDES = torch.ops.memgraph_surrogates.laid.default

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
-from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
+from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
+from .counters import Counter
+from .guard_ops import ValueGuard
+from .opaque_ops import Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,13 @@ class Captured:
 
     Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
     capture are `float_values`. At `special_values` the graph would be another.
+
+    Values of tensors: the graph rests on `guards`. To find these values, forward ran once and allocated at most
+    `value_run_nbytes`.
+
+    Parts of the module that run as they are: `opaque`.
+
+    `counters` are numbers on the module that forward changes, and on which the graph does not depend.
     """
 
     graph: fx.GraphModule
@@ -49,14 +59,18 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     has_custom_functions: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
-    floats: tuple[FloatNode, ...] = ()
+    floats: tuple[NumberNode, ...] = ()
     float_values: FloatValues = field(default_factory=dict)
     special_values: tuple[SpecialValue, ...] = ()
+    guards: tuple[ValueGuard, ...] = ()
+    value_run_nbytes: int = 0
+    counters: tuple[Counter, ...] = ()
+    opaque: tuple[Part, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""
         tensors = {"output": outputs, "input": inputs}
-        returned: dict[Ref, Tensor] = {}  # a tensor that is returned twice is one object
+        returned: dict[Ref, Any] = {}  # a tensor that is returned twice is one object
         for leaf in self.leaves:
             if isinstance(leaf, Ref) and leaf not in returned:
                 returned[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
@@ -88,13 +102,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in the module's result: an output of the graph, or an input, possibly viewed."""
+    """A tensor in the module's result: an output of the graph, or an input, possibly viewed; or the number in it."""
 
     kind: Literal["output", "input"]
     index: int
     view: View | None = None
+    is_number: bool = False
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Any:
+        if self.is_number:
+            return tensor.item()
         return tensor if self.view is None else self.view.on(tensor)
 
 

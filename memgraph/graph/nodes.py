@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from ..tensors.traced_size import with_sizes
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
+GUARDS = "memgraph_guards"  # namespace of ops
+UNGUARDED = -1  # number of such an op that checks nothing, since its sizes follow from an earlier one
 STATISTICS = ("running_mean", "running_var")  # batch norms change these, though their schemas do not say so
 
 
@@ -47,23 +49,31 @@ def returned_values(graph: fx.Graph) -> list[Any]:
 
 def changes_inputs(node: fx.Node) -> bool:
     """Return True if the node writes to its inputs. Batch norms write to running statistics without saying so."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and _changes_arguments(node.target)
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that the node writes to, by its schema or as a batch norm that updates statistics."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not changes_inputs(node):
+    if not changes_inputs(node):
         return []
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    written = written_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    return [value for value in written if isinstance(value, fx.Node)]
+
+
+def written_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to."""
+    schema = target._schema
+    if not _changes_arguments(target):
+        return []
+    given = dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | dict(kwargs)
+    if not schema.is_mutable:  # cudnn_batch_norm and the like
+        return [given.get(name) for name in STATISTICS] if given.get("training", True) else []
     aliases = {argument.name: argument.alias_info for argument in schema.arguments}
-    if schema.is_mutable:
-        names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
-    else:  # cudnn_batch_norm and the like
-        names = [*STATISTICS] if given.get("training", True) else []
-    return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
+    return [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
+
+
+def _changes_arguments(target: OpOverload) -> bool:
+    return target._schema.is_mutable or target._schema.name.endswith("batch_norm")
 
 
 def argument_types(target: OpOverload) -> list[tuple[str, str]]:
@@ -85,10 +95,22 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_check(node: fx.Node) -> bool:
+    """Return True for a guard, and for an op without a result, as one that raises for a singular matrix."""
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    return schema is not None and not schema.is_mutable and (not schema.returns or is_guard(node))
+
+
+def is_guard(node: fx.Node) -> bool:
+    """Return True if a node checks what a capture assumed about values; see `guard_ops.py`."""
+    number: Any = node.kwargs.get("guard", UNGUARDED)
+    return isinstance(node.target, OpOverload) and node.target.namespace == GUARDS and bool(number != UNGUARDED)
+
+
 def drop_dead(graph: fx.Graph) -> None:
-    """Drop unread nodes, except those that draw random numbers: the next op would draw others."""
+    """Drop unread nodes, except those that draw random numbers, since the next op would draw others, and checks."""
     for node in reversed(graph.nodes):
-        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure()
+        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure() or is_check(node)
         if node.op in ("call_function", "get_attr") and not needed:
             graph.erase_node(node)
 

@@ -67,19 +67,32 @@ def op_context(
     update: UpdateRunner | None = None,
     exchange: Exchange | None = None,
     gather: Gather | None = None,
+    agree: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Let the ops of this thread use these. At the end, restore a generator that an error left in another state.
 
-    `sent` gets the layout of each offloaded tensor, by slot.
+    `sent` gets the layout of each offloaded tensor, by slot. `agree` is called once all guards of forward have held.
     """
-    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather")}
+    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather", "agree")}
     vars(_local).update(lease=lease, sent=sent, update=update, exchange=exchange, gather=gather, swapped=None)
+    _local.agree = agree
     try:
         yield
     finally:
         vars(_local).update(before)
         if (swapped := getattr(_local, "swapped", None)) is not None:
             _swap_rng(*swapped)
+
+
+def is_in_step() -> bool:
+    """Return True while this thread runs a step, and not an op alone."""
+    return getattr(_local, "agree", None) is not None
+
+
+def agree_with_ranks() -> None:
+    """Wait until the guards of all ranks have held."""
+    if is_in_step():
+        _local.agree()
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
-from ..tensors.traced_float import FloatArgument, FloatNode
+from ..tensors.traced_number import FloatArgument, NumberNode
 from .aten_shims import COPY_WITH_STRIDES
 from .nodes import all_storages, aten, returned_values, storages
 from .ops import accumulate
@@ -50,7 +50,7 @@ class Partition:
     caller_values: tuple[int, ...] = ()
 
 
-def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[FloatNode] = ()) -> Partition:
+def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[NumberNode] = ()) -> Partition:
     """Partition a joint graph by `meta["phase"]`; both modules take these floats."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
@@ -89,7 +89,7 @@ def _module(
     inputs: Iterable[fx.Node],
     outputs: Iterable[fx.Node],
     belongs: Callable[[fx.Node], bool],
-    floats: Sequence[FloatNode],
+    floats: Sequence[NumberNode],
     last: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
     """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs`, `floats` and the `last` inputs to
@@ -115,7 +115,7 @@ def _module(
     return fx.GraphModule(root, part)
 
 
-def _read_placeholders(node: fx.Node, placeholders: Mapping[FloatNode, fx.Node]) -> None:
+def _read_placeholders(node: fx.Node, placeholders: Mapping[NumberNode, fx.Node]) -> None:
     """Let a node read placeholders instead of the floats at capture."""
     node.args, node.kwargs = tree_map_only(
         FloatArgument, lambda argument: placeholders[argument.node], (node.args, dict(node.kwargs))

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -24,11 +24,15 @@ from torch import fx, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..system.frames import MEMGRAPH, is_users_code
+from ..system.frames import is_users_code
 
 # `custom` is a field of a node's meta that a second trace copies.
 PROVENANCE = "custom"
+PATH = "memgraph_path"  # attribute of an exception
+# These call the module; what runs in them is memgraph's own.
+CALLERS = tuple(os.path.join("capture", name) for name in ("call.py", "trace_joint.py"))
 _part: ContextVar[int] = ContextVar("part", default=0)
+_counted: ContextVar[Callable[[], object]] = ContextVar("counted", default=int)
 
 
 @contextmanager
@@ -39,6 +43,16 @@ def running_microbatch(number: int) -> Iterator[None]:
         yield
     finally:
         _part.reset(token)
+
+
+@contextmanager
+def counting_nodes(counted: Callable[[], object]) -> Iterator[None]:
+    """Call `counted` for each node that is traced in this block."""
+    token = _counted.set(counted)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -71,11 +85,12 @@ class ProvenanceTracer:
 
     def attach(self, tracer: Any) -> None:
         """Record the nodes that this tracer creates from now on."""
-        create_node = tracer.create_node
+        create_node, counted = tracer.create_node, _counted.get()
 
         def create_and_record(*args: Any, **kwargs: Any) -> fx.Node:
             node = create_node(*args, **kwargs)
             self._record(node)
+            counted()
             return node
 
         tracer.create_node = create_and_record
@@ -86,6 +101,22 @@ class ProvenanceTracer:
         for node in nodes:
             number = node._sequence_nr()
             node.register_prehook(lambda _, number=number: self._set_place(number))
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Give an exception of backward the path of the submodule whose op was differentiated."""
+        try:
+            yield
+        except Exception as error:
+            error.__dict__[PATH] = self.place.partition(" ")[0]
+            raise
+
+    def here(self) -> tuple[str, str, int]:
+        """Return phase, place and micro-batch of the op that runs."""
+        return self.phase, self._place(), _part.get()
+
+    def _place(self) -> str:
+        return f"{self.running[-1]} {user_line(sys._getframe())}".strip() if self.phase == "forward" else ""
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self.thread:
@@ -100,18 +131,18 @@ class ProvenanceTracer:
 
     def _record(self, node: fx.Node) -> None:
         if self.phase == "forward":
-            self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
+            self.place, self.part = self._place(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
         notes = {"phase": self.phase, "where": self.place, "part": self.part}
         node.meta[PROVENANCE] = {**node.meta.get(PROVENANCE, {}), **notes}
 
 
-def _line(frame: FrameType | None) -> str:
+def user_line(frame: FrameType | None) -> str:
     """Return `file.py:line` of the innermost frame of user code; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(MEMGRAPH) and file != __file__:
-            return ""  # memgraph itself calls the module
+        if file.endswith(CALLERS):
+            return ""
         if is_users_code(frame.f_code):
             return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back

@@ -67,7 +67,7 @@ class Rewriter:
         if op.recomputes and REAL in source.meta:
             node.meta["val"] = clone_fake_value(node, self.mode)
             self.fresh.add(node)
-        elif op.recomputes or moved:
+        elif (op.recomputes or moved) and tensors(source):
             node.meta["val"] = fake_result(node, self.mode)
             self.fresh.add(node)
         return self._named(node, op)

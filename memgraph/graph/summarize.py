@@ -20,8 +20,10 @@ from passes.ir.machine import CAST_WORKSPACE
 from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
+from .host_draws import DRAW
 from .inductor import Segment
 from .nodes import changed_storages, is_random, returned_values, storages, tensors, written_inputs
+from .opaque_ops import is_opaque
 from .ops import accumulate, state_nbytes, update
 
 SHORT = {
@@ -86,7 +88,9 @@ def draws(node: fx.Node) -> bool:
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Return True if the op draws from a generator of the module, which it changes like a buffer."""
+    """Return True if the op draws from a generator of the module or of Python, which it changes like a buffer."""
+    if node.target is DRAW:
+        return True
     return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 
 
@@ -143,10 +147,10 @@ def _type(value: Tensor) -> str:
 
 
 def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
-    """Return True if the op may not run again: it changes what it reads, or the step changes what it reads."""
+    """Return True if the op may not run again: it changes what it reads, or the step does, or it runs Python."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if has_own_generator(node):
+    if has_own_generator(node) or is_opaque(node):
         return True
     schema = getattr(node.target, "_schema", None)
     changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_inputs(node))

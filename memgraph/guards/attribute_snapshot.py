@@ -44,8 +44,12 @@ class AttributeSnapshot:
 
     def changed(self, later: AttributeSnapshot) -> str | None:
         """Return the first attribute that was added, removed or changed."""
-        names = (*later.tokens, *self.tokens)
-        return next((name for name in names if self.tokens.get(name) != later.tokens.get(name)), None)
+        return next(iter(self.changes(later)), None)
+
+    def changes(self, later: AttributeSnapshot) -> tuple[str, ...]:
+        """Return all attributes that were added, removed or changed."""
+        names = dict.fromkeys((*later.tokens, *self.tokens))
+        return tuple(name for name in names if self.tokens.get(name) != later.tokens.get(name))
 
     def has_fakes(self, name: str) -> bool:
         """Return True if an attribute holds a tensor of a trace."""
@@ -95,7 +99,7 @@ class AttributeSnapshot:
         for name, value in vars(part).items():
             begin = len(walk.tokens)
             if name == "_modules":
-                yield from ((key, IdentityKey(child)) for key, child in value.items())
+                yield from ((key, child is not None and IdentityKey(child)) for key, child in value.items())
             elif name in STATE:
                 yield from ((key, True) for key in value)
             elif name not in ignored:
@@ -133,10 +137,15 @@ def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> 
     for key, old in before.items():
         new = now.get(key)
         if type(old) in COUNTERS and type(new) in COUNTERS and repr(old) != repr(new):
-            raise CaptureError(
-                f"forward changes {label.format(key)} from {old!r} to {new!r}, but a captured step runs no Python: "
-                "make it a buffer (register_buffer, a tensor), or change it outside of forward"
-            )
+            raise changed_number_error(label.format(key), old, new)
+
+
+def changed_number_error(name: str, old: object, new: object) -> CaptureError:
+    """Return the error for a number that forward changes."""
+    return CaptureError(
+        f"forward changes {name} from {old!r} to {new!r}, but a captured step runs no Python: "
+        "make it a buffer (register_buffer, a tensor), or change it outside of forward"
+    ).about(name)
 
 
 def _path(path: str, name: str) -> str:

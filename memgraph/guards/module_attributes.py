@@ -78,11 +78,20 @@ class AttributeGuard:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._walk: AttributeWalk | None = None
+        self._ignored: frozenset[tuple[int, str]] = frozenset()
+
+    def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
+        """Leave attributes of submodules out of the key from now on; return True if it had any of them."""
+        new = self._ignored | {(id(owner), name) for owner, name in attributes}
+        changes = new != self._ignored
+        if changes:
+            self._ignored, self._walk = new, None
+        return changes
 
     @property
     def key(self) -> Hashable:
         if self._walk is None or self._walk.is_stale():
-            self._walk = AttributeWalk()
+            self._walk = AttributeWalk(ignored=self._ignored)
             self._walk.describe(self.module, 0)
         return self._walk.key
 
@@ -91,19 +100,26 @@ class AttributeGuard:
         """For each float in the latest key, by its index there: the dict that contains it, and its key in that dict."""
         return self._walk.floats if self._walk is not None else {}
 
+    @property
+    def numbers(self) -> dict[int, tuple[Any, Any]]:
+        """The same for each int and float."""
+        return self._walk.ints | self._walk.floats if self._walk is not None else {}
+
 
 class AttributeWalk:
     """The tokens of one walk, and the checks that tell whether another would give the same.
 
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
+    `ignored` are attributes, by the id of their module and name, that are not described.
     """
 
-    def __init__(self, inputs: Mapping[int, int] | None = None) -> None:
-        self.inputs = inputs or {}
+    def __init__(self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset()) -> None:
+        self.inputs, self.ignored = inputs or {}, ignored
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
         self.floats: dict[int, tuple[Any, Any]] = {}  # position in the key -> the dict that contains it, its key there
+        self.ints: dict[int, tuple[Any, Any]] = {}  # the same for ints
         self._checks: list[Check] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
@@ -172,7 +188,7 @@ class AttributeWalk:
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
-        names = tuple(name for name in attributes if name not in IGNORED)
+        names = tuple(name for name in attributes if name not in IGNORED and (id(module), name) not in self.ignored)
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
         self._keep(read(attributes))
         self._check(lambda: (len(attributes), *map(id, read(attributes))))
@@ -190,6 +206,8 @@ class AttributeWalk:
         """Describe an item of a dict, and record the position of a float."""
         if type(mapping[name]) is float:
             self.floats[len(self.tokens)] = mapping, name
+        elif type(mapping[name]) is int:
+            self.ints[len(self.tokens)] = mapping, name
         self.describe(mapping[name], depth)
 
     def _describe_children(self, children: dict[str, nn.Module | None]) -> None:

@@ -9,6 +9,7 @@ attributes and hooks of every submodule; and torch's modes that change which ker
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,11 @@ def signature(
         in_process_group(),
         _modes(),
     )
+
+
+def with_attributes(key: Any, attributes: AttributeGuard) -> Hashable:
+    """Return the key of a call with the attributes as they are described now."""
+    return (*key[:ATTRIBUTES], attributes.key, *key[ATTRIBUTES + 1 :])
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:

@@ -102,6 +102,11 @@ class RowIndependenceCheck:
                     raise CaptureError(
                         f"{self.name} returns {leaf!r} for {self.few} rows and {other!r} for more: {INSTEAD}"
                     )
+            elif leaf.is_number:
+                raise CaptureError(
+                    f"{self.name} returns a number that it reads from a tensor, and each micro-batch has another: "
+                    f"return the tensor, or {INSTEAD}"
+                )
             elif (shape := _shape(leaf, step)) == _shape(other, doubled) and {*self.sizes} == {*shape[:1]}:
                 raise CaptureError(
                     f"{self.name} returns a tensor of shape {tuple(shape)}, whose first dimension is not that of "

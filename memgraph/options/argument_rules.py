@@ -88,6 +88,11 @@ COMPILE_RULES: Mapping[str, Rule] = {
     "strict": FLAG,
     "pinned": Rule((str, int, float, NoneType), PINNED.forms),
     "cuda_graphs": one_of(True, False, "auto", advice='give True, False or "auto"'),
+    "opaque": Rule(
+        (bool, list, tuple),
+        'give True, False, or a list of submodules\' paths, as ["encoder.layers.3"]',
+        lambda names: isinstance(names, bool) or all(isinstance(name, str) for name in names),
+    ),
 }
 SHARDED_RULES: Mapping[str, Rule] = {
     "params": Rule(

@@ -43,6 +43,7 @@ class PlanArguments(TypedDict, total=False):
     strict: bool
     pinned: Budget
     cuda_graphs: bool | str
+    opaque: bool | Sequence[str]
 
 
 class CompileArguments(PlanArguments, total=False):
@@ -62,6 +63,7 @@ class CompileOptions:
         time_limit: seconds of planning, infinity without a limit.
         wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
         pinned: the most bytes of pinned host memory; None for the default.
+        opaque: paths of submodules that run as they are; True for those that can't be traced, False for none.
     """
 
     budget: Budget
@@ -80,6 +82,7 @@ class CompileOptions:
     accumulate: bool | None = None
     forwards: int = 1
     cuda_graphs: bool | str = False
+    opaque: bool | tuple[str, ...] = True
 
     @property
     def search_key(self) -> tuple[object, ...]:
@@ -108,6 +111,7 @@ def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOpti
         "wire_dtype": wire_name(checked["wire_dtype"]),
         "plans": _plans(saved),
         "pinned": pinned_nbytes(checked["pinned"]),
+        "opaque": _opaque(checked.get("opaque", True)),
     }
     return CompileOptions(**{**checked, **converted})
 
@@ -133,6 +137,10 @@ def _refuse_mixed(checked: Mapping[str, Any], has_plans: bool) -> None:
             "host_update=True updates on the host after backward, and fuse_update=True updates in backward: give one "
             "of them"
         )
+
+
+def _opaque(given: Any) -> bool | tuple[str, ...]:
+    return given if isinstance(given, bool) else tuple(given)
 
 
 def _plans(given: object) -> tuple[SavedPlan, ...]:

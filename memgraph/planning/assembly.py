@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
 
+from ..graph.host_draws import draws_on_host
 from ..graph.partition import partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates
@@ -21,6 +22,7 @@ from ..options.compile_options import CompileOptions
 from ..report.report import Report
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
+from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
 from ..system.device import return_freed_memory
 from .lowering import NotLowered, lowering_of
@@ -68,6 +70,7 @@ class Assembly:
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
+            value_run=captured.value_run_nbytes,
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -77,6 +80,8 @@ class Assembly:
             sharded_grads=self.state.sharded_grads,
             pending_gathers=self.state.pending_gathers,
             recording=recording,
+            generators=drawn_generators(captured.graph, target.device),
+            draws_on_host=draws_on_host(captured.graph.graph),
         )
         return AssembledStep(parts, report, lowering)
 

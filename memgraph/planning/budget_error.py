@@ -16,7 +16,9 @@ from passes import Machine
 
 from ..errors import BudgetError
 from ..microbatch.advice import suggest_microbatches
+from ..profile.memory_meter import resident_bytes
 from ..system.locks import capturing
+from ..tensors.pytree import flatten, tensors_of
 from .step_graph import Call, StepGraph
 
 FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
@@ -42,6 +44,24 @@ def budget_error(
         f"{error.smallest}: accumulate=False plans for that alone."
     )
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
+
+
+def refuse_value_run(call: Call, nbytes: int, budget: int) -> None:
+    """
+    Raises:
+        BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
+    """
+    parameters = list(call.module.parameters())
+    given = tensors_of(flatten((call.args, call.kwargs))[0])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    needed = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
+    if nbytes and needed > budget:
+        raise BudgetError(
+            f"{budget} bytes are allowed; forward branches on values of tensors, and is run once without backward to "
+            f"find them, which takes {needed}: give budget={needed}, a smaller batch for the first step, or compute "
+            "with torch.where or a mask instead",
+            budget, needed,
+        )  # fmt: skip
 
 
 def _with_microbatches(error: passes.BudgetError, call: Call, graph: StepGraph) -> passes.BudgetError:

@@ -17,7 +17,7 @@ from ..graph.captured import Captured
 from ..guards.module_attributes import AttributeGuard
 from ..guards.signature import ARGUMENTS, ATTRIBUTES
 from ..runtime.step import Step
-from ..tensors.traced_float import FloatPlace
+from ..tensors.traced_number import FloatPlace
 from .capture_cache import CaptureCache
 
 PARTS = (ARGUMENTS, ATTRIBUTES)

@@ -68,7 +68,7 @@ def find_plan(trace: Trace, machine: Machine, options: Hashable, search: Search)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:
         return search(trace, machine)
-    key, kind = _key(trace, machine, options), _kind(trace, machine, options)
+    key, kind = step_key(trace, machine, options), _kind(trace, machine, options)
     choice = _cached(key, trace, machine) or _neighbours(kind, trace, machine, captured)
     if choice is None:
         choice = search(trace, machine)
@@ -91,7 +91,7 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
         "prices": with_saved_prices(ordered, machine),
         "final": final or is_final(trace, machine, options),
     }
-    _put(_key(trace, machine, options), json.dumps(facts))
+    put_facts(step_key(trace, machine, options), json.dumps(facts))
     bound = choice.lower_bound / captured.us - 1 if captured.us else 0.0
     shapes = _near.setdefault(_kind(trace, machine, options), OrderedDict())
     shapes[captured.peak] = NeighbourPlan(captured.peak, bound, choice.plan)
@@ -101,13 +101,13 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
 
 def is_final(trace: Trace, machine: Machine, options: Hashable) -> bool:
     """Return True if the plan kept for this step was chosen with times measured inside the step."""
-    facts = _get(_key(trace, machine, options))
+    facts = get_facts(step_key(trace, machine, options))
     return bool(facts and facts.get("final"))
 
 
 def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
     """Return the cached plan, if prices of ops and links are unchanged."""
-    facts = _get(key)
+    facts = get_facts(key)
     if facts is None:
         return None
     try:
@@ -143,7 +143,8 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
     return None
 
 
-def _key(trace: Trace, machine: Machine, options: Hashable) -> str:
+def step_key(trace: Trace, machine: Machine, options: Hashable) -> str:
+    """Return a key of a step's ops and bytes, the machine, and the options."""
     return _digest(f"{without_prices(trace)}\n{_settings(machine, options)}")
 
 
@@ -166,7 +167,8 @@ def _passes() -> str:
     return _digest("".join(path.read_text() for path in sorted(folder.rglob("*.py"))))
 
 
-def _get(key: str) -> Any:
+def get_facts(key: str) -> Any:
+    """Return what is kept under a key; None if there is nothing."""
     if key in _texts:
         _texts.move_to_end(key)
         return json.loads(_texts[key])
@@ -174,7 +176,8 @@ def _get(key: str) -> Any:
     return facts if isinstance(facts, dict) else None
 
 
-def _put(key: str, text: str) -> None:
+def put_facts(key: str, text: str) -> None:
+    """Keep a JSON text of facts."""
     if _texts.get(key) == text:
         return
     _texts.pop(key, None)

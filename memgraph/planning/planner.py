@@ -15,16 +15,20 @@ from passes import BudgetError, Machine, PlanResult, Trace
 from ..capture.capture import OutputSelector
 from ..capture.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
+from ..graph.provenance import counting_nodes
+from ..guards.signature import parameters_with_grad_hooks
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
 from ..system.device import releasing_cached
+from ..system.garbage import collecting_new_objects
 from ..system.graph_sources import forgotten_sources
 from ..system.locks import PLANNING_LOCK
 from .accumulated_step import AccumulatedStep, plan_accumulated, warn_accumulation
 from .assembly import Assembly
-from .budget_error import budget_error, has_time_left
+from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture, KnownLength
+from .follower_cache import find_follower
 from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
@@ -66,7 +70,7 @@ class Planner:
             FusedError: updates run in backward, and the loss is not part of the step.
         """
         with PLANNING_LOCK, Progress() as progress:
-            graph = self._capture(Call(self.module, args, kwargs, outputs), progress)
+            graph = self._capture(Call(self.module, args, kwargs, outputs, opaque=self.options.opaque), progress)
             return Pricing(self.module, self.options, self.state, progress)(graph)
 
     @property
@@ -91,10 +95,17 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        call = Call(self.module, args, kwargs, outputs, general)
-        with PLANNING_LOCK, forgotten_sources(), releasing_cached(self.target.device), Progress() as progress:
+        call = Call(self.module, args, kwargs, outputs, general, self.options.opaque)
+        with (
+            PLANNING_LOCK,
+            forgotten_sources(),
+            collecting_new_objects(),
+            releasing_cached(self.target.device),
+            Progress() as progress,
+        ):
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)
+            refuse_value_run(call, graph.captured.value_run_nbytes, graph.target.budget)
             captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
             progress.bound(until)
             nearby = general.nearby if isinstance(general, KnownLength) else None
@@ -108,14 +119,15 @@ class Planner:
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
                 needed = partial(_accumulated_nbytes, graph, pricing, search)
                 raise budget_error(error, call, graph, needed, suggest) from None
-            accumulated = self._accumulated(graph, pricing, search, result)
+            accumulated = self._accumulated(graph, pricing, search, result, machine)
             step = self._step(graph, machine, result, accumulated, began)
             return step if nearby is None else step.without_replan()
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
-        progress.phase("capturing forward and backward")
+        progress.phase("capturing forward and backward, ops traced")
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
-        return capture_step(call, self._current_target, self.state, self.options, reused)
+        with counting_nodes(progress.done):
+            return capture_step(call, self._current_target, self.state, self.options, reused)
 
     def _current_target(self) -> Target:
         target = self.targets.current()
@@ -123,15 +135,25 @@ class Planner:
         return target
 
     def _accumulated(
-        self, graph: StepGraph, pricing: Pricing, search: PlanSearch, result: PlanResult
+        self, graph: StepGraph, pricing: Pricing, search: PlanSearch, result: PlanResult, machine: Machine
     ) -> AccumulatedStep:
         """Return what the same call needs when it adds to gradients; warn if that is more than the budget."""
-        if graph.later is None or self.options.plans:
+        later, alone = graph.later, self.options.forwards == 1
+        if later is None or self.options.plans:
             return AccumulatedStep()
-        trace, machine = pricing(graph.later)
-        alone = self.options.forwards == 1
-        tries = ((), result.plan) if alone else ()
-        accumulated = plan_accumulated(trace, machine, tries, partial(graph.ranks.choose, search=search))
+
+        def plan() -> AccumulatedStep:
+            trace, machine = pricing(later)
+            tries = ((), result.plan) if alone else ()
+            return plan_accumulated(trace, machine, tries, partial(graph.ranks.choose, search=search))
+
+        if alone and not graph.ranks.plan_together:
+            hooked = tuple(sorted(parameters_with_grad_hooks(self.module)))
+            options = "adds to gradients", self.options.search_key, hooked
+            step = result.captured.trace, machine, options
+            accumulated = find_follower(*step, plan)
+        else:
+            accumulated = plan()
         warn_accumulation(accumulated, machine.budget)
         return accumulated if alone else replace(accumulated, plan=None)  # several forwards leave less for each
 

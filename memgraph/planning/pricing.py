@@ -22,7 +22,7 @@ from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
-from ..profile.op_profiler import OpProfiler, room_nbytes
+from ..profile.op_profiler import OpProfiler, kernel_modes_text, room_nbytes
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
 from .lowering import lowering_of
@@ -116,4 +116,5 @@ def op_profiler(
     """Return a profiler that takes at most half of the device's free memory."""
     room = room_nbytes(graph, module, target.budget)
     counted = progress.done if progress is not None else int
-    return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted)
+    modes = kernel_modes_text()
+    return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)

@@ -27,7 +27,8 @@ LOG = logging.getLogger("memgraph")
 class Progress:
     """Reports from a thread of its own how far planning is, while it is entered.
 
-    Each phase has a name and, if known, a number of items; `done` counts them.
+    Each phase has a name and, if known, a number of items; `done` counts them. How many ops a trace will have is not
+    known before it ends, so capture says how many there are.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Progress:
 
     def line(self) -> str:
         now = time.monotonic()
-        some = f", {self._count} of {self._of}" if self._of else ""
+        some = f", {self._count} of {self._of}" if self._of else f", {self._count}" if self._count else ""
         return f"{self._phase}{some}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
 
     def _left(self, now: float) -> str:

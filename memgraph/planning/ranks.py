@@ -14,6 +14,7 @@ import torch
 from passes import Machine, PlanResult, Trace
 from passes.order.comm_order import sequence
 
+from ..errors import AgreementError
 from ..oss import OSS
 from ..oss.comm.consensus import NEW, announce_failure, check_same_step, digest
 from ..oss.compiled.bandwidth import measure_network
@@ -95,7 +96,22 @@ class JointRanks(Ranks):
             return RankCheck()
         exchanged = sequence(trace)
         failure = partial(announce_failure, self.optimizer.comm, self.device)
-        return RankCheck(partial(self._begin_check, exchanged), failure)
+        return RankCheck(partial(self._begin_check, exchanged), self._compare_guards, failure)
+
+    def _compare_guards(self, failure: str) -> None:
+        """
+        Raises:
+            AgreementError: ranks have found different values.
+        """
+        try:
+            check_same_step(self.optimizer.comm, self.device, digest(failure))()
+        except AgreementError as error:
+            found = failure or "this rank's values are those of the capture"
+            raise AgreementError(
+                f"forward branches on values, and they differ between ranks ({found}): with a sharded optimizer all "
+                "ranks take the same branch, so reduce the value over the ranks before the branch; the step is undone "
+                f"on all ranks\n{error}"
+            ) from None
 
     def _begin_check(self, exchanged: str) -> Callable[[], None]:
         own = digest(f"{exchanged}\n{sorted(self.optimizer.pending_gathers.buckets)}")

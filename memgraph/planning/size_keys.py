@@ -59,7 +59,7 @@ class SizeKeys:
         """Return a capture of a call in which those lengths are symbols that alone differ from a `known` call;
         None if there is no such call, or their values are needed."""
         for other, captured in known:
-            places = _differing(key, other) if other[1] == key[1] and not captured.float_values else {}
+            places = _differing(key, other) if other[1] == key[1] and _may_vary(captured) else {}
             lengths, earlier = _lengths(key, places), _lengths(other, places)
             if not places or lengths is None or earlier is None:
                 continue
@@ -82,6 +82,12 @@ class SizeKeys:
             self._failures.popitem(last=False)
         LOG.info("lengths stay constants of the graph: %s", capture.reason)
         return False
+
+
+def _may_vary(captured: Captured) -> bool:
+    """Return True if lengths may be symbols in a capture like this: none that depends on values has them."""
+    depends = captured.guards, captured.opaque, captured.float_values, captured.counters, captured.value_run_nbytes
+    return not any(depends)
 
 
 def _nearby(lengths: Sequence[int], general: Key, places: Places, steps: Sequence[tuple[Key, Step]]) -> Trace | None:

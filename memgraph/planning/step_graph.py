@@ -7,8 +7,9 @@ fuse_update, sharded optimizer  ->   updates and collectives between the ops
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..guards.signature import has_gradients, parameters_read_after_backward, pa
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
+from ..profile.memory_meter import measure_peak
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from .capture_cache import KnownLength
@@ -39,6 +41,7 @@ class Call:
     Attributes:
         outputs: selects the outputs that backward starts from.
         general: captures it with floats as inputs or with symbols for lengths, if they can be, or knows its capture.
+        opaque: submodules that run as they are, as in `CompileOptions`.
     """
 
     module: nn.Module
@@ -46,6 +49,7 @@ class Call:
     kwargs: dict[str, Any]
     outputs: OutputSelector
     general: FloatCapture | SizeCapture | KnownLength | None = None
+    opaque: bool | Sequence[str] = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +114,21 @@ def captured_call(call: Call, device: torch.device) -> Captured:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
             captured = _general(call) or capture(
-                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs
-            )
+                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
+                measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
+            )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):
             raise
         raise device_mismatch(error, args, kwargs, device) from error
     mark_hooked_grads(captured, parameters_read_after_backward(module))
     return captured
+
+
+def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
+    """Call a function, and return the peak bytes that it allocated; 0 if the caller runs a profiler."""
+    _, allocated = measure_peak(run, device)
+    return allocated.peak if allocated is not None else 0
 
 
 def _general(call: Call) -> Captured | None:

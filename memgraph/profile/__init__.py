@@ -1,6 +1,7 @@
 """Measure ops, links and memory, for the prices of a plan.
 
 op_profiler           time, workspace and result layout of each distinct op
+divided_arguments     arguments by which an op is priced with all of its work
 roofline              time of an op that can't be run, from flops and bytes
 correct_fakes         correct fake tensors where real kernels return another layout
 library_workspaces    workspaces of cuBLAS

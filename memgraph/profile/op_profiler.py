@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes import Trace
@@ -29,6 +29,7 @@ from passes import Trace
 from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
+from ..graph.opaque_ops import is_opaque, opaque_cost
 from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, summarize
 from ..guards.signature import kernel_modes
@@ -39,8 +40,10 @@ from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
+from .divided_arguments import FILLERS, fill_divisions
 from .memory_meter import measure_peak, resident_bytes
 from .roofline import roofline
+from .sized_arguments import fill_for_sizes
 
 LOG = logging.getLogger(__name__)
 
@@ -70,14 +73,15 @@ class OpProfiler:
         until: value of `time.monotonic` from which on an op is timed by a single run.
         times: False to time each op by a single run.
         counted: called for each op that is priced.
+        modes: `kernel_modes_text()`, if that can't change while the profiler is used; otherwise each op reads it.
     """
 
     def __init__(
         self, limit: int, room: int | None = None, until: float = math.inf, *, times: bool = True,
-        counted: Callable[[], object] = int,
+        counted: Callable[[], object] = int, modes: str = "",
     ) -> None:  # fmt: skip
         self.limit, self.until, self.times, self.counted = limit, until, times, counted
-        self.room = room
+        self.room, self.modes = room, modes
         self._is_logged = False
         self._flushes: dict[torch.device, Callable[[], object]] = {}
 
@@ -98,7 +102,9 @@ class OpProfiler:
 
     def _op_cost(self, node: fx.Node) -> OpCost:
         self.counted()
-        key, times = _key(node), self.times and time.monotonic() < self.until
+        if is_opaque(node):  # it was measured while it was captured, on the tensors of the call
+            return OpCost(Cost(*opaque_cost(node)), None)
+        key, times = _key(node, self.modes), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])
         cache_key = f"ran {key} {environment_key(_device(node))}"
@@ -160,18 +166,24 @@ def is_view(node: fx.Node) -> bool:
     return allocates_nothing(node) and not written_inputs(node)
 
 
-def _key(node: fx.Node) -> str:
-    """Return a key that is equal for nodes with the same kernels and sizes."""
+def kernel_modes_text() -> str:
+    """Return all settings of the process that select kernels or allocators."""
+    return f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
+
+
+def _key(node: fx.Node, modes: str = "") -> str:
+    """Return a key that is equal for nodes with the same kernels and sizes; `modes` are read if not given."""
     describe_tensor = _describe_storage if node.target in COPY_STORAGES else _describe_tensor
 
-    def describe(leaf: object) -> object:
-        if isinstance(leaf, fx.Node):
-            return tree_map(describe_tensor, leaf.meta.get("val", "a generator"))
-        return leaf
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        value = leaf.meta.get("val", "a generator")
+        return describe_tensor(value) if isinstance(value, Tensor) else tree_map(describe_tensor, value)
 
-    args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
-    modes = f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
-    return f"{node.target}{args!r}{kwargs!r}{modes}"
+    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), describe)
+    divided = "divided " if node.target in FILLERS else ""  # earlier prices were of ops without work
+    return f"{divided}{node.target}{args!r}{kwargs!r}{modes or kernel_modes_text()}"
 
 
 def _describe_tensor(value: object) -> object:
@@ -290,7 +302,10 @@ def _generated_arguments(node: fx.Node, device: torch.device, number: int, truth
         generate = partial(_generated_tensor, fill=fill, number=integer, truth=truth)
         return tree_map(lambda value: generate(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
-    return map_arg((node.args, dict(node.kwargs)), make)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), make)
+    fill_for_sizes(node.target, args, kwargs)
+    fill_divisions(node.target, args, kwargs)
+    return args, kwargs
 
 
 def _counts(node: fx.Node) -> set[object]:

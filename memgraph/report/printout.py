@@ -27,6 +27,7 @@ from .step_times import LENGTH, is_off
 from .tables import mb, ms, table
 
 TOP = 10  # rows of the table of the peak
+ASSUMPTIONS = 5  # that are printed
 NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
@@ -45,6 +46,8 @@ def _verdict(report: ReportData) -> str:
         *_held(report),
         *_several(report),
         *_adding(report),
+        *_assumed(report),
+        *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
@@ -90,6 +93,27 @@ def _several(report: ReportData) -> list[str]:
         return []
     over = f", over the budget; forwards={report.forwards} plans for them" * (report.together > report.budget)
     return [f"{report.forwards} forwards were open at once: forecast {mb(report.together)} together{over}"]
+
+
+def _assumed(report: ReportData) -> list[str]:
+    """Show the values on which the step rests, those that failed most often first."""
+    if not report.assumptions:
+        return []
+    count = len(report.assumptions)
+    often = sorted(report.assumptions, key=lambda assumption: -assumption.failures)[:ASSUMPTIONS]
+    lines = [f"  {each.where}: {each.text}; failed in {each.failures} runs" for each in often]
+    more = [f"  and {count - ASSUMPTIONS} more"] if count > ASSUMPTIONS else []
+    found = f"found by one plain forward, which allocated {mb(report.value_run)}"
+    return [f"rests on {count} value{'s' * (count > 1)} of tensors, {found}:", *lines, *more]
+
+
+def _opaque(report: ReportData) -> list[str]:
+    """Show the submodules that run as they are."""
+    rows = [
+        f"  {row.path} ({row.kind}): workspace {mb(row.nbytes)}; failed in {row.failures} runs; {row.reason}"
+        for row in report.opaque
+    ]
+    return ["runs as it is, each call as one op, which is run again in backward:", *rows] if rows else []
 
 
 def _adding(report: ReportData) -> list[str]:

@@ -12,6 +12,36 @@ from dataclasses import dataclass
 from passes import Forecast, Machine, Plan, PlanResult
 
 
+@dataclass(frozen=True)
+class Assumption:
+    """A value of a tensor on which a captured graph rests.
+
+    Attributes:
+        where: submodule and source line that reads it.
+        failures: number of runs that met another value.
+    """
+
+    text: str
+    where: str
+    failures: int
+
+
+@dataclass(frozen=True)
+class OpaqueRow:
+    """A submodule that runs as it is.
+
+    Attributes:
+        nbytes: workspace of its forward or its backward, whichever is larger.
+        failures: number of runs in which its results had another form, or its ops made more bytes.
+    """
+
+    path: str
+    kind: str
+    nbytes: int
+    reason: str
+    failures: int
+
+
 @dataclass(frozen=True, eq=False)
 class ReportData:
     """The plan of one call signature, its forecast, and its measurements.
@@ -40,6 +70,9 @@ class ReportData:
         adding: bytes that the call needs if it adds to gradients; 0 if that was not asked.
         forwards: largest number of forwards that were open at once.
         together: bytes forecast for these together; 0 if there was never more than one.
+        assumptions: values of tensors on which the step rests, in the order in which it checks them.
+        opaque: submodules that run as they are, each call as one op.
+        value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
 
@@ -64,6 +97,9 @@ class ReportData:
     adding: int = 0
     forwards: int = 1
     together: int = 0
+    assumptions: tuple[Assumption, ...] = ()
+    opaque: tuple[OpaqueRow, ...] = ()
+    value_run: int = 0
     unmeasured: str = ""
 
     @property

@@ -37,7 +37,7 @@ def _waiting_runs() -> list[tuple[StepRun, frozenset[int]]]:
 def held_nbytes(runs: Iterable[StepRun], own: Iterable[Tensor]) -> int:
     """Return the bytes on the device that open runs hold until backward, without the storages of `own`: their saved
     tensors, and their inputs and outputs that still exist."""
-    held = [tensor for run in runs for tensor in (*(run.saved or ()), *run.caller_tensors())]
+    held = [tensor for run in runs for tensor in (*run.saved_tensors(), *run.caller_tensors())]
     own_addresses = {tensor.untyped_storage().data_ptr() for tensor in own}
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held if not is_offloaded(x)}
     return sum(nbytes for address, nbytes in sizes.items() if address not in own_addresses)

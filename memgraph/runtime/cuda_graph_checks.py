@@ -17,7 +17,8 @@ from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
-from ..graph.nodes import all_storages, is_random, returned_values, storages, written_inputs
+from ..graph.host_draws import draws_on_host
+from ..graph.nodes import GUARDS, all_storages, is_random, returned_values, storages, written_inputs
 from .cuda_graphs import CudaGraphCache, Recorder
 
 RECORDED = "recorded from its third run on: forward and backward, a CUDA graph each"
@@ -69,12 +70,18 @@ def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
     """Return why the step can't be recorded; empty if it can."""
     if captured.updates or any(node.meta.get("phase") == "update" for node in graph.nodes):
         return "updates run in backward"
+    if captured.opaque:
+        return f"{captured.opaque[0].path} runs as it is, in Python"
     if any(role.kind == "input_gradient" for role in captured.outputs):
         return "a gradient goes to what comes before the module"
     if "watched" in graph.output_node().meta["kinds"]:
         return "a hook or a process group sees a gradient, or one is lazily conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
+    if draws_on_host(graph):
+        return "random numbers are drawn with `random` or numpy"
+    if any(getattr(node.target, "namespace", "") == GUARDS for node in graph.nodes):
+        return "Python reads values of tensors in it"
     return _shared_memory(captured, graph) or explain_not_recordable(trace)
 
 

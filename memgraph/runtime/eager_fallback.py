@@ -16,7 +16,10 @@ from ..capture.capture import Ref
 from ..capture.reentrant_forward import overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
 from ..graph.captured import Captured
+from ..graph.host_draws import draws_on_host
+from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.locks import PLANNING_LOCK
+from ..system.python_random import PythonRandom, restoring_python_random
 from ..tensors.pytree import flatten, tensors_of
 from ..tensors.versions import refuse_modified, version_of
 
@@ -27,6 +30,7 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     """Record what forward depends on; the result maps the outputs' gradients to those of parameters, buffers and
     inputs."""
     generator = torch.default_generator.clone_state()  # counts as no tensor memory
+    python = PythonRandom() if draws_on_host(captured.graph.graph) else None
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     written = {role.name for role in overwritten_buffers(captured).values()}
     named_buffers = dict(module.named_buffers())
@@ -36,15 +40,17 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         refuse_modified(versions)
-        with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
+        with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), restoring_python_random(), _casting(casts):
             torch.set_rng_state(generator.get_state())
+            if python is not None:
+                python.restore()
             if on_gpu:
                 torch.cuda.set_rng_state_all(on_gpu)
             # These buffers were already overwritten; no output depends on what they held (`reentrant_forward.py`).
             buffers = {name: buffer.clone() if name in written else buffer for name, buffer in named_buffers.items()}
             named = dict(module.named_parameters())
             # A checkpoint would recompute in backward with the module's own buffers, or refuse `autograd.grad`.
-            with without_checkpoint():
+            with without_checkpoint(), AttributeSnapshot(module).restored():
                 result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
         gradients = _differentiate(outputs, [*named.values(), *inputs], tangents)

@@ -7,6 +7,7 @@ step.report, step.times   what the measured runs took
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,9 +20,12 @@ from passes.concurrent_forwards import pending_gradient_nbytes
 from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
+from ..graph.guard_ops import GuardFailed
+from ..graph.opaque_ops import undoing_parts
 from ..profile.memory_meter import Allocation, Meter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
+from ..report.report_data import Assumption, OpaqueRow
 from ..system.user_warning import warn_user
 from .autograd_function import Differentiation, StepFunction, UnplannedGradient
 from .concurrent_runs import held_nbytes
@@ -30,6 +34,7 @@ from .out_of_memory import explain_out_of_memory
 from .step_history import StepHistory, forward_backward_us
 from .step_parts import StepParts
 from .step_run import StepRun
+from .undo import restoring_generators
 
 MANY = 8  # from so many open forwards on, one warning covers larger numbers
 
@@ -68,12 +73,30 @@ class Step:
         self.warned = set(warned)
         self._replan, self._on_measured = replan, on_measured
         self._replan_due = replan is not None and history is None
+        self.failures: Counter[int] = Counter()  # of guards, by number
         self._forwards_measured = 0  # the most forwards that were open when one of them was measured
 
     def __call__(
         self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float] = ()
     ) -> list[Tensor]:
         """Return the module's tensor outputs, given its parameters, buffers and inputs, and the floats that ops read.
+
+        Raises:
+            GuardFailed: a value differs from that of the capture. Nothing has changed.
+        """
+        if not self.parts.captured.guards:
+            return self._run(tensors, unplanned, floats)
+        try:
+            with restoring_generators(self.parts.generators, self.parts.draws_on_host), undoing_parts():
+                return self._run(tensors, unplanned, floats)
+        except GuardFailed as failure:
+            self.failures[failure.guard] += 1
+            raise GuardFailed(failure.guard, failure.actual, self.parts.captured.guards) from None
+
+    def _run(
+        self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float]
+    ) -> list[Tensor]:
+        """Run forward.
 
         A measured run counts all that is allocated here, also to prepare it; not the numbers that ranks compare.
         """
@@ -82,7 +105,7 @@ class Step:
         with _window(meter):
             run = self._begin(tensors, meter, others)
             run.floats = floats
-        run.rank_check = self.parts.rank_check.begin()
+        run.rank_check, run.compare_guards = self.parts.rank_check.begin(), self.parts.rank_check.compare_guards
         if run.gather is not None:
             run.check_ranks()
         differentiable = self.parts.halves.backward is not None
@@ -238,10 +261,24 @@ class Step:
     @property
     def current_report(self) -> Report:
         """The report, with the times of the latest steps."""
+        report = self._with_guards() if self.parts.captured.guards else self.report
         median_us = self.history.median_us
         if median_us is None:
-            return self.report
-        return replace(self.report, recent_us=median_us, expected_us=self.forecast_us)
+            return report
+        return replace(report, recent_us=median_us, expected_us=self.forecast_us)
+
+    def _with_guards(self) -> Report:
+        """Return the report with what the step rests on."""
+        captured = self.parts.captured
+        assumptions = tuple(
+            Assumption(guard.assumption, guard.where, self.failures[guard.number])
+            for guard in captured.guards[: len(captured.guards) - len(captured.opaque)]
+        )
+        rows = tuple(
+            OpaqueRow(part.path, type(part.module).__name__, part.nbytes, part.reason, self.failures[part.guard])
+            for part in captured.opaque
+        )
+        return replace(self.report, assumptions=assumptions, opaque=rows)
 
     @property
     def needs_replan(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from passes import Plan, Trace
@@ -33,10 +34,12 @@ class RankCheck:
 
     Attributes:
         begin: starts to compare this rank's step with the others'; the result waits, and raises if they differ.
+        compare_guards: waits for all ranks, and raises unless the same guard has failed on each, or none.
         announce_failure: tells the other ranks that this one can't run the step.
     """
 
     begin: Callable[[], Callable[[], None]] = lambda: lambda: None
+    compare_guards: Callable[[str], None] = lambda failure: None
     announce_failure: Callable[[], None] = lambda: None
 
 
@@ -53,6 +56,8 @@ class StepParts:
         fused_update: updates parameters in backward.
         sharded_grads: averages gradients over ranks in backward.
         pending_gathers: updated parameters that forward gathers.
+        generators: those of torch from which the step draws.
+        draws_on_host: the step draws from those of `random` or numpy.
         accumulated_plan: a plan that fits when the same call adds to gradients.
     """
 
@@ -68,6 +73,8 @@ class StepParts:
     pending_gathers: PendingGathers | None = None
     rank_check: RankCheck = RankCheck()
     recording: Recording = NOT_RECORDED
+    generators: tuple[torch.Generator, ...] = ()
+    draws_on_host: bool = False
     accumulated_plan: Plan | None = None
     _reduced: dict[frozenset[int], Partition] = field(default_factory=dict)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
+from ..graph.guard_ops import GuardFailed
 from ..graph.ops import Exchange, UpdateRunner, op_context
 from ..graph.partition import Partition
 from ..oss.pending_gathers import ForwardGather
@@ -49,6 +50,7 @@ class StepRun:
     exchange: Exchange | None = None  # averages gradients over ranks during backward
     gather: ForwardGather | None = None  # gathers parameters that other ranks updated
     rank_check: Callable[[], None] | None = None  # waits for all ranks, and compares their steps
+    compare_guards: Callable[[str], None] = staticmethod(lambda failure: None)  # with those of other ranks
     release_watcher: ReleaseWatcher | None = None  # tells the meter when tangents are freed
     borrowed: BorrowedOutputs | None = None  # the outputs; the caller may free them before backward
     caller_inputs: Sequence[int] = ()  # positions of the caller's tensors among the inputs
@@ -60,7 +62,7 @@ class StepRun:
         self.halves, self.recording = halves, recording
         self.lease = tier.lease() if tier is not None and recording is None else None
         self.slot_layouts: dict[int, Tensor] = {}  # meta tensors: the layout of what each slot holds
-        self.saved: list[Tensor] | None = None
+        self.saved: list[Any] | None = None
         self.saved_versions: list[tuple[Tensor, int]] = []
         self.unplanned = ""  # why it takes more than forecast, if it does
         self.absent_nbytes = 0  # forecast to exist before the run, but does not
@@ -107,9 +109,12 @@ class StepRun:
         try:
             with self.wall:
                 values = self._forward(tensors)
-        except BaseException:
+        except BaseException as error:
             if self.gather is not None:
                 self.gather.close()
+            if isinstance(error, GuardFailed):
+                self.compare_guards(str(error))
+                self.check_ranks()
             raise
         # Parameters are saved detached: `.data` may be replaced before backward, which needs the old bytes.  Outputs
         # are saved detached because the caller's tensor leads to the autograd node that holds this run: a reference
@@ -129,7 +134,8 @@ class StepRun:
 
     def saved_tensors(self) -> list[Tensor]:
         """Return every tensor that this run holds for backward."""
-        return [*(self.saved or ()), *(tensor for tensor, _ in self.saved_versions)]
+        saved = [value for value in self.saved or () if isinstance(value, Tensor)]  # numbers are saved too
+        return [*saved, *(tensor for tensor, _ in self.saved_versions)]
 
     def caller_tensors(self) -> list[Tensor]:
         """Return the caller's inputs and outputs that still exist."""
@@ -173,7 +179,7 @@ class StepRun:
         if self.meter is not None:
             self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.freed)
         tangents.clear()
-        saved += [*self.floats, *as_captured, *gradients]  # type: ignore[list-item]
+        saved += [*self.floats, *as_captured, *gradients]
         with self.wall:
             if self.recording is not None:
                 results = self.recording.backward(as_captured)
@@ -183,6 +189,9 @@ class StepRun:
                     results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
+
+    def _agree(self) -> None:
+        self.compare_guards("")
 
     def times(self) -> StepTimes | None:
         """Return the times of the ops, if they were measured to the end."""
@@ -229,7 +238,7 @@ class StepRun:
     def _running(self) -> Iterator[None]:
         """Run a half without autocast and autograd: the graph already contains their ops."""
         with (
-            op_context(self.lease, self.slot_layouts, self.update, self.exchange, self.gather),
+            op_context(self.lease, self.slot_layouts, self.update, self.exchange, self.gather, self._agree),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

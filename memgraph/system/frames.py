@@ -31,7 +31,8 @@ def source_line(traceback: TracebackType | None) -> str:
 def module_running(traceback: TracebackType | None, whole: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the innermost submodule whose forward raised, with its path; None if no forward did."""
     paths = {id(module): path for path, module in whole.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "forward"]
+    frames = (frame for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "forward")
+    owners = [frame.f_locals.get(first) for frame in frames for first in frame.f_code.co_varnames[:1]]
     for owner in reversed(owners):
         if isinstance(owner, nn.Module) and id(owner) in paths:
             return paths[id(owner)] or "the model", owner

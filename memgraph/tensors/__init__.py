@@ -5,7 +5,8 @@ layout          tensors that fill one run of memory
 aliasing        tensors that share memory
 loss_outputs    outputs that a loss may be made of
 pytree          nested containers of tensors
-traced_float    stand-ins for Python floats while a call is traced
+traced_number   stand-ins for Python numbers while a call is traced
 traced_size     symbols for sizes while a call is traced
+expressions     arithmetic on numbers that are known later
 versions        in-place changes since a version was read
 """

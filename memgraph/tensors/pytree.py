@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .traced_float import TracedFloat
+from .traced_number import TracedFloat
 
 CONSTANTS = (
     types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, range, types.EllipsisType,

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from ...graph.captured import Captured, Ref
 from ...graph.nodes import all_storages, tensors
 from ...graph.result_layout import REAL, ResultLayout, layout_in_storage
-from ...tensors.traced_float import FloatArgument, FloatValues
-from ..side_effects import is_same_constant
+from ...tensors.traced_number import FloatArgument, FloatValues
+from ..python_state.side_effects import is_same_constant
 
 
 def is_same_capture(one: Captured, other: Captured) -> bool:

@@ -21,6 +21,7 @@ from ...system.graph_sources import forgotten_sources
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_size import SizeNeededError, SizeTrace
 from ..capture import capture
+from ..value_modes import ValuesNeeded
 from .at_lengths import at_lengths
 from .same_capture import is_same_capture
 from .size_inputs import SizeInputs
@@ -77,6 +78,8 @@ class SizeCapture:
                 _take_names(captured.graph.graph, self.earlier.graph.graph)  # so that plans fit every length
                 self.general = general
                 return general.at(self.inputs.lengths)
+        except ValuesNeeded as error:
+            self.reason = f"forward or backward needs values of tensors, at {source_line(error.__traceback__)}"
         except SizeNeededError as error:
             self.reason = f"{error}, at {source_line(error.__traceback__)}"
         except Exception as error:

@@ -205,4 +205,19 @@ def test_the_other_arguments_are_checked_as_in_compile() -> None:
 
 class Fickle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
+        return x * float(x.detach().numpy().sum())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def test_a_model_that_branches_on_values_is_swept() -> None:
+    sweep = memgraph.sweep(Branching(), batch(), offload=None, time_limit=0)
+    assert sweep.smallest < sweep.needs

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from memgraph.capture.capture import Input, Output, Ref, capture, select_losses
 from memgraph.guards.module_proxy import WithLoss
 from tests.support.captured_calls import TOKENS, Plain, X, agrees
+from tests.support.models import Function
 
 
 class Everyday(nn.Module):
@@ -142,6 +143,31 @@ def test_a_users_checkpoint_draws_no_second_mask(kind: str) -> None:
 
 def test_dropout_on_a_transposed_tensor_draws_in_the_order_of_memory() -> None:
     agrees(Plain(lambda m, h: F.dropout(h.t(), 0.5) * 2), X)
+
+
+CYCLES = [(1, 2, 0), (2, 0, 1), (0, 3, 1, 2), (0, 2, 3, 1), (1, 2, 3, 0)]
+
+
+@pytest.mark.parametrize("order", CYCLES)
+def test_a_permuted_input_that_is_returned_has_its_order(order: tuple[int, ...]) -> None:
+    x = torch.arange(3.0 ** len(order)).view([3] * len(order))
+    agrees(Plain(lambda m, h: (h, x.permute(order))), X)
+    agrees(Function(lambda inner, x: x.permute(order)), x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("order", CYCLES)
+def test_a_gradient_that_is_copied_has_the_order_of_its_parameter(order: tuple[int, ...]) -> None:
+    weight = torch.randn([3] * len(order)).permute(order)
+
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).sum(-1)  # its gradient is in another order
+
+    agrees(Expanded(), torch.randn([3] * len(order)))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))) + [(0, 3, 1, 2), (0, 2, 3, 1)])

@@ -16,26 +16,13 @@ from memgraph.errors import CaptureError
 from tests.support.captured_calls import TOKENS, Plain, X
 
 
-def branch(model: Any, h: Tensor) -> Tensor:
-    if h.sum() > 0:  # the line that is named
-        return h
-    return -h
+def test_a_numpy_array_of_a_tensor_is_refused_with_its_line() -> None:
+    def then(model: Any, h: Tensor) -> Any:
+        return h.detach().numpy()
 
-
-@pytest.mark.parametrize(
-    ("then", "says"),
-    [
-        (branch, "Python asks for a tensor's value"),
-        (lambda m, h: h * h.max().item(), "Python asks for a tensor's value"),
-        (lambda m, h: h[h > 0], "the shape of a result depends on"),
-        (lambda m, h: h.detach().numpy(), "a tensor becomes a numpy array"),
-    ],
-)
-def test_what_depends_on_data_is_refused_with_its_line(then: Callable[[Any, Tensor], Any], says: str) -> None:
-    with pytest.raises(CaptureError, match=says) as caught:
+    with pytest.raises(CaptureError, match="a tensor becomes a numpy array") as caught:
         capture(Plain(then), (X,), {})
-    line = then.__code__.co_firstlineno + (then is branch)
-    assert f"{__file__}:{line} in {then.__name__}" in str(caught.value)
+    assert f"{__file__}:{then.__code__.co_firstlineno + 1} in then" in str(caught.value)
 
 
 def test_an_op_that_takes_functions_is_refused_with_its_line() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,33 +10,6 @@ from torch import Tensor, nn
 
 import memgraph
 from tests.support.faults import ROOM, Net, assert_next_step_right, batch, fresh
-
-
-def test_a_branch_on_a_value_is_refused_with_the_line() -> None:
-    line = here() + 3
-
-    class Branch(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.sum() > 0:
-                return super().forward(x)
-            return x
-
-    with pytest.raises(memgraph.CaptureError, match=rf"test_refused_modules\.py:{line} in forward") as caught:
-        memgraph.compile(Branch(), ROOM)(batch())
-    assert "`if`" in str(caught.value)
-    assert "torch.where" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "ask", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x * int(x.sum()), lambda x: x * x.max().item()]
-)
-def test_what_depends_on_values_is_refused_with_the_line(ask: Callable[[Tensor], Tensor]) -> None:
-    class Asking(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return ask(super().forward(x))
-
-    with pytest.raises(memgraph.CaptureError, match=r"test_refused_modules\.py:\d+ in <lambda>"):
-        memgraph.compile(Asking(), ROOM)(batch())
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -111,3 +111,28 @@ def test_singular_values_are_computed_without_vectors_where_eager_needs_none(nee
     x = torch.randn(6, 16, 16).requires_grad_(needs)
     pairs = list(zip(memgraph.compile(copy.deepcopy(module), ROOM)(x), module(x), strict=True))
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+class Casting(nn.Module):
+    """Casts a layer in each call, as the routers of Switch Transformers do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(32, 4), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(self.dtype)
+        y: Tensor = self.layer(x.to(self.dtype))
+        return y
+
+
+def test_a_cast_that_changes_nothing_is_nothing() -> None:
+    model = Casting(torch.float32)
+    assert torch.equal(memgraph.compile(model, ROOM)(X), model(X))
+
+
+def test_a_cast_of_parameters_in_forward_is_refused_by_what_is_cast() -> None:
+    with pytest.raises(
+        memgraph.CaptureError, match=r"casts or moves the parameters of a Linear.*run the plain module once"
+    ):
+        memgraph.compile(Casting(torch.float64), ROOM)(X)

@@ -175,8 +175,9 @@ def test_the_default_dtype_takes_effect() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("place", ["attribute", "dict"])
-@pytest.mark.parametrize("by", [1, 0.5, True, "x"])
+@pytest.mark.parametrize(
+    ("place", "by"), [("attribute", True), ("attribute", "x"), *(("dict", by) for by in (1, 0.5, True, "x"))]
+)
 def test_a_forward_that_counts_is_refused(place: str, by: Any) -> None:
     class Counting(Reading):
         def forward(self, x: Tensor) -> Tensor:

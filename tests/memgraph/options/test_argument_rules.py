@@ -44,6 +44,7 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "strict": NO_FLAG,
     "pinned": NO_BUDGET,
     "cuda_graphs": [1, 0, None, np.ones(2), ["auto"]],
+    "opaque": [1, 0, None, "encoder", np.ones(2)],
 }
 NO_SUCH: dict[str, list[Any]] = {
     "budgets": [[], ()],
@@ -54,6 +55,7 @@ NO_SUCH: dict[str, list[Any]] = {
     "reduction": ["max", "", "Mean"],
     "lower": ["triton", "", "Inductor"],
     "cuda_graphs": ["yes", "", "True"],
+    "opaque": [[1], [None]],
 }
 WRONG_OF_SHARDS: dict[str, list[Any]] = {
     "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), nn.ModuleList(), "weight"],

@@ -166,7 +166,7 @@ def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     plan_cache.find_plan(TRACE, tight, (), search)
-    key = plan_cache._key(TRACE, tight, ())
+    key = plan_cache.step_key(TRACE, tight, ())
     good = measurement_cache.read_cached(key, plan_cache.FILE)
     damaged: list[object] = [[], {}, {**good, "decisions": ["recompute nothing"]}, {**good, "sliced": 3, "prices": 5}]
     for bad in damaged:
@@ -181,7 +181,7 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(plan_cache, "MEMORY_NBYTES", 5_000)
     monkeypatch.setattr(plan_cache, "DISK_NBYTES", 200_000)
     for i in range(100):
-        plan_cache._put(f"key {i}", f'"{"x" * 990}"')
+        plan_cache.put_facts(f"key {i}", f'"{"x" * 990}"')
     assert sum(map(len, plan_cache._texts.values())) <= 5_000
     assert list(plan_cache._texts)[-1] == "key 99"
     assert Path(os.environ["MEMGRAPH_CACHE"], plan_cache.FILE).stat().st_size <= 250_000

@@ -51,8 +51,10 @@ def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
     told.bound(time.monotonic() - 1)
     assert "past time_limit: ending with what is needed" in told.line() and "left" not in told.line()
     told.bound(math.inf)
-    told.phase("capturing")
-    assert told.line().startswith("capturing (0 s so far)")
+    told.phase("capturing, ops traced")
+    assert told.line().startswith("capturing, ops traced (0 s so far)")
+    told.done()
+    assert told.line().startswith("capturing, ops traced, 1 (0 s so far)")
 
 
 def test_planning_is_told_phase_by_phase_in_the_log(
@@ -69,8 +71,31 @@ def test_planning_is_told_phase_by_phase_in_the_log(
     monkeypatch.setattr(Progress, "phase", noted)
     with caplog.at_level(logging.INFO, logger="memgraph"):
         memgraph.plan(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4), budget="1GB")
-    assert phases[:3] == ["capturing forward and backward", "pricing ops", "planning, passes tried"]
+    assert phases[:3] == ["capturing forward and backward, ops traced", "pricing ops", "planning, passes tried"]
     assert any("time_limit=" in record.getMessage() for record in caplog.records)
+
+
+def test_capture_tells_how_many_ops_it_has_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lines.append(told[0].line())
+            return x.sin().cos()
+
+    told: list[Progress] = []
+    enter = Progress.__enter__
+
+    def noted(progress: Progress) -> Progress:
+        told.append(progress)
+        return enter(progress)
+
+    monkeypatch.setattr(Progress, "__enter__", noted)
+    memgraph.plan(nn.Sequential(Layer(), nn.Linear(4, 4), Layer()), torch.ones(2, 4), budget="1GB")
+    assert lines[0].startswith("capturing forward and backward, ops traced (")
+    begin, _, rest = lines[-1].partition("ops traced, ")
+    assert begin == "capturing forward and backward, "
+    assert int(rest.partition(" ")[0]) >= 4  # sine, cosine, a transposed weight and its product
 
 
 def test_a_quick_plan_says_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:

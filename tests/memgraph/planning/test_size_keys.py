@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,10 +60,10 @@ class Traces:
 def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     counted = Traces()
 
-    def count(call: Any, mode: Any, wanted: Any) -> Any:
+    def count(call: Any, mode: Any, *rest: Any) -> Any:
         counted.general += mode.sizes is not None
         counted.plain += mode.sizes is None
-        return trace_joint(call, mode, wanted)
+        return trace_joint(call, mode, *rest)
 
     monkeypatch.setattr(capture_module, "trace_joint", count)
     yield counted
@@ -115,7 +116,7 @@ def test_lengths_under_a_budget_that_needs_a_plan_are_equal_to_eagers_and_keep_i
     plain = memgraph.plan(Encoder(), *calls[0], budget="1GB")
     compiled = check(Encoder(), calls, int(0.85 * plain.peak))
     assert sum(bool(report.plan) for report in compiled.plans) > 3
-    assert (traces.plain, traces.general) == (2, 1)  # one for its peak
+    assert (traces.plain, traces.general) == (1, 1)  # the capture of its peak is read from disk
 
 
 def test_a_returned_length_is_that_of_the_call(traces: Traces) -> None:
@@ -207,6 +208,66 @@ def test_what_python_does_with_a_length_is_eagers(forward: Callable[[Any, Tensor
 def test_a_branch_on_the_length_is_captured_once_for_each_side(traces: Traces) -> None:
     check(Branch(long_or_short), [(torch.randn(n, 6),) for n in (9, 7, 5, 12, 11, 13, 14, 8)])
     assert traces.plain + traces.general <= 6
+
+
+def largest_is_positive(linear: Any, x: Tensor) -> Tensor:
+    return linear(x).sin() if x.max() > 1.5 else linear(x).cos()
+
+
+def times_a_number(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) * x.abs().max().item()
+
+
+def rows_above_zero(linear: Any, x: Tensor) -> Tensor:
+    return linear(x[x[:, 0] > 0]).sin()
+
+
+def values_of_long_ones(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) * 2 if x.shape[0] < 10 or x.max() > 1.5 else linear(x) * 3
+
+
+@pytest.mark.parametrize("forward", [largest_is_positive, times_a_number, rows_above_zero])
+def test_lengths_stay_constants_where_the_graph_depends_on_values(
+    forward: Callable[[Any, Tensor], Tensor], traces: Traces
+) -> None:
+    torch.manual_seed(0)
+    compiled = check(Branch(forward), [(torch.randn(n, 6),) for n in (9, 7, 6, 9, 8)])
+    assert traces.general == 0 and not compiled._sizes._general
+
+
+def test_a_length_at_which_values_are_needed_is_captured_for_itself(
+    traces: Traces, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO):
+        check(Branch(values_of_long_ones), [(torch.randn(n, 6),) for n in (9, 12, 14, 8, 7, 12)])
+    assert "lengths stay constants of the graph: forward or backward needs values of tensors, at " in caplog.text
+    assert traces.general == 2  # 12 is tried with symbols, and 8
+
+
+def test_lengths_stay_constants_beside_an_opaque_part(traces: Traces) -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)).sin()
+
+    module = Opaque()
+    plain = copy.deepcopy(module)
+    compiled = memgraph.compile(module, opaque=["first"])
+    calls = [(torch.randn(n, 6),) for n in (9, 7, 6)]
+    assert all(map(torch.equal, trained(module, calls, compiled), trained(plain, calls)))
+    assert traces.general == 0
+
+
+def test_captures_with_symbols_are_not_kept_on_disk(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    monkeypatch.setattr(capture_module, "keep_capture", lambda kind, *rest: kinds.append(kind))
+    check(Branch(squares), [(torch.randn(n, 6),) for n in (9, 7, 5)])
+    assert (traces.plain, traces.general) == (1, 1)
+    assert kinds[0] and kinds[1:] == [""]
 
 
 def test_slices_of_a_wider_tensor_keep_their_strides(traces: Traces) -> None:

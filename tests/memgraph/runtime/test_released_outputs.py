@@ -242,6 +242,7 @@ class Squared(nn.Module):
         return y.square().mean(), y
 
 
+@handed_over
 @pytest.mark.parametrize("held", [lambda y: y, lambda y: y.detach()[:2]])
 def test_an_output_that_backward_reads_too_is_refused_where_it_is_held(held: Callable[[Tensor], Tensor]) -> None:
     budget = least(Squared, X, only_the_loss)

@@ -218,3 +218,65 @@ def test_a_loss_inside_hides_nothing_that_forward_leaves() -> None:
     compiled = memgraph.compile(Leaving(mark), ROOM, loss=lambda out: out.sum())
     with pytest.raises(memgraph.CaptureError, match="forward changes done"):
         compiled(X)
+
+
+class Counting(nn.Module):
+    """A layer that counts its calls, within a model that does."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Any] = lambda part, y: y) -> None:
+        super().__init__()
+        self.layer = Leaving(count_up, calls=3)
+        self.calls, self.decay, self.kind = 0, 1.0, "a"
+        self.then = then
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls = self.calls + 1
+        self.decay = 1 - self.decay * 0.5
+        return self.then(self, self.layer(self.layer(x)))
+
+
+def is_same_gradient(ours: Tensor, theirs: Tensor) -> bool:
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    return torch.equal(ours.grad, theirs.grad)
+
+
+def count_up(part: Any, x: Tensor) -> None:
+    part.calls += 1
+
+
+def test_numbers_that_are_only_counted_with_are_counted_as_in_eager_by_the_steps_of_one_capture() -> None:
+    model = Counting()
+    twin = copy.deepcopy(model)
+    compiled = memgraph.compile(model, ROOM)
+    for step in range(4):
+        for module in (compiled, twin):
+            module.zero_grad()
+            module(X).sum().backward()
+        counted = [(part.calls, part.decay, vars(part.layer)["calls"]) for part in (model, twin)]
+        assert counted[0] == counted[1]
+        assert counted[0][0] == step + 1
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(is_same_gradient(ours, theirs) for ours, theirs in pairs)
+        model.kind = twin.kind = "b" if step > 1 else "a"
+    assert len(compiled.plans) == 2  # one for each kind
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda part, y: y if part.calls < 3 else -y,
+        lambda part, y: y * part.calls,
+        lambda part, y: y * torch.tensor(part.decay),
+        lambda part, y: (y, part.calls),
+        lambda part, y: (y, f"{part.calls}"),
+        lambda part, y: y.roll(part.calls),
+        lambda part, y: y if part.calls % 2 else -y,
+        lambda part, y: -y if type(part.calls) is int else y,
+    ],
+)
+def test_a_number_that_is_counted_and_read_is_refused_and_put_back(then: Any) -> None:
+    model = Counting(then)
+    with pytest.raises(memgraph.CaptureError, match="forward changes calls from 0 to 1"):
+        memgraph.compile(model, ROOM)(X)
+    assert (model.calls, model.decay, vars(model.layer)["calls"]) == (0, 1.0, 3)

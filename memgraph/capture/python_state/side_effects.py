@@ -1,6 +1,7 @@
 """Refuse forwards whose next call depends on attributes that this one has set.
 
     self.width = x.shape[-1]                            the same in every call, and never read: allowed
+    self.count = self.count + 1                         counted, and never read otherwise: allowed
     self.count = getattr(self, "count", 0) + 1          differs in every call: a CaptureError
     first = not hasattr(self, "done"); self.done = True the second call differs: a CaptureError
 
@@ -19,8 +20,8 @@ from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
-from ..guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
+from ...errors import CaptureError
+from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
@@ -37,8 +38,13 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
     except Exception as error:
         raise _changed_call_error(name) from error
     changed = first[2].changed(second[2])
-    if changed is not None or first[1] != second[1] or not _is_same_graph(first[0], second[0]):
+    if changed is not None or not is_same_step(first, second):
         raise _changed_call_error(changed or name)
+
+
+def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
+    """Return True if two traces gave the same graph and the same results."""
+    return first[1] == second[1] and _is_same_graph(first[0], second[0])
 
 
 def _changed_call_error(name: str) -> CaptureError:
@@ -46,7 +52,7 @@ def _changed_call_error(name: str) -> CaptureError:
         f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
         "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
         "module once before it is compiled"
-    )
+    ).about(name)
 
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:

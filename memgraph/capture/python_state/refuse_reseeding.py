@@ -24,8 +24,8 @@ from torch._dynamo import eval_frame
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import CaptureError
-from ..system.frames import MEMGRAPH, TORCH
+from ...errors import CaptureError
+from ...system.frames import MEMGRAPH, TORCH
 
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
@@ -61,6 +61,17 @@ def refuse_reseeding(module: nn.Module) -> Iterator[None]:
                 default.set_state(state)
             for _, generator, before in own:
                 generator.set_state(before)
+
+
+@contextmanager
+def allow_reseeding() -> Iterator[None]:
+    """Let code in a block do to generators and `.data` what it does in eager."""
+    before = dict(vars(TRACING))
+    vars(TRACING).clear()
+    try:
+        yield
+    finally:
+        vars(TRACING).update(before)
 
 
 def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:

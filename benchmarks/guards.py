@@ -1,0 +1,84 @@
+"""What guards on values cost where they hold: the step's time as a ratio to the same step without its guards.
+
+    python -m benchmarks.guards [--rounds 30] [--layers 12]
+
+Each layer of the model checks that its result is finite, as models of transformers do in half precision.  Eager, the
+compiled module, and a compiled module from whose graph the guards were erased run in turn in one process.  Eager reads
+the same values, so the second ratio tells what guards add to what eager pays for its own checks.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import memgraph
+from benchmarks.clock import Pairs, in_turn, ms_text
+from memgraph.graph.guard_ops import AGREE, EQUAL
+
+WIDTH, LENGTH, BATCH = 256, 128, 4
+
+
+class Checked(nn.Module):
+    """A transformer whose layers look at what they made."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        make = partial(nn.TransformerEncoderLayer, WIDTH, 4, 4 * WIDTH, batch_first=True)
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if not torch.isfinite(x).all():
+                raise FloatingPointError("a layer has made what is not finite")
+        return x.square().mean()
+
+
+def main(rounds: int = 30, layers: int = 12) -> None:
+    """Print one table."""
+    torch.manual_seed(0)
+    plain, x = Checked(layers), torch.randn(BATCH, LENGTH, WIDTH)
+    guarded, erased = (memgraph.compile(copy.deepcopy(plain), "8GB") for _ in range(2))
+    runs = {"eager": plain, "guarded": guarded, "without guards": erased}
+    for model in (guarded, erased):
+        for _ in range(4):
+            _step(model, x)
+    guards = _erase_guards(erased)
+    taken = in_turn({name: partial(_step, model, x) for name, model in runs.items()}, rounds, warm=2)
+    title = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rounds} rounds, {guards} guards"
+    table = Table("compared", "ms", "to ms", "ratio", "middle half", title=title, box=None)
+    for name, other in (("guarded", "without guards"), ("guarded", "eager")):
+        pairs = Pairs(taken[name], taken[other])
+        table.add_row(
+            f"{name} to {other}", ms_text(pairs.ours), ms_text(pairs.theirs), pairs.ratio_text, pairs.spread_text
+        )
+    Console(width=120).print(table)
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).backward()
+
+
+def _erase_guards(model: memgraph.CompiledModule) -> int:
+    """Erase the guards of all steps of a module, and return how many the latest has."""
+    steps: Any = model.__dict__["_steps"]
+    for step in steps.values():
+        forward = step.parts.halves.forward
+        nodes = [node for node in forward.graph.nodes if node.target in (EQUAL, AGREE)]
+        for node in nodes:
+            forward.graph.erase_node(node)
+        forward.recompile()
+    return len(nodes) - 1
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,122 @@
+"""Let functions that read lengths on the host ask for them as Python does, so that they are guards of the graph.
+
+    pack_padded_sequence(x, lengths)           ->   lengths.tolist();  memgraph_packed::pack(x, [3, 3, 1])
+    lstm(data, batch_sizes, ...)               ->   the ops of its steps, for these batch sizes
+    ctc_loss(x, targets[7], ..., lengths)      ->   lengths.max().item();  ctc_loss(x, targets[3, 3], ...)
+    tensor_split(x, indices)                   ->   tensor_split(x, indices.tolist())
+    f"expert_{index}", an integer in a tensor  ->   index.item()
+
+torch reads their memory in C++, and fake tensors have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@contextmanager
+def readable_lengths() -> Iterator[None]:
+    """Replace the functions in this thread."""
+    thread, vf = get_ident(), torch._VF
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (vf, "_pack_padded_sequence", _pack),
+        (vf, "_pad_packed_sequence", _pad),
+        (torch, "ctc_loss", partial(_ctc_loss, torch.ctc_loss)),
+        (torch, "tensor_split", partial(_tensor_split, torch.tensor_split)),
+        (Tensor, "tensor_split", partial(_tensor_split, Tensor.tensor_split)),
+        (FakeTensor, "__format__", _formatted),
+        *((vf, name, partial(_recurrent, getattr(vf, name))) for name in RECURRENT),
+    ]
+    with ExitStack() as stack:
+        for owner, name, function in replaced:
+            here = _in_thread(thread, function, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, here))
+        yield
+
+
+def _in_thread(thread: int, function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that other threads call as it was."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if get_ident() == thread else plain)(*args, **kwargs)
+
+    return call
+
+
+def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    values: list[int] = lengths.tolist()
+    _refuse_lengths(values, input.shape[0 if batch_first else 1])
+    sizes = batch_sizes_of(values)
+    return PACK(input, sizes, batch_first), torch.tensor(sizes)
+
+
+def _refuse_lengths(lengths: Sequence[int], rows: int) -> None:
+    """Raise what torch raises for them."""
+    if len(lengths) != rows:
+        raise RuntimeError(f"Expected `len(lengths)` to be equal to batch_size, but got {len(lengths)} ({rows=})")
+    if min(lengths, default=0) <= 0:
+        raise RuntimeError("Length of all samples has to be greater than 0, but found an element in 'lengths' <= 0")
+    if sorted(lengths, reverse=True) != list(lengths):
+        raise RuntimeError(
+            "`lengths` array must be sorted in decreasing order when `enforce_sorted` is True; "
+            "pass `enforce_sorted=False` to pack_padded_sequence"
+        )
+
+
+def _pad(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    sizes: list[int] = batch_sizes.tolist()
+    return PAD(data, sizes, batch_first, value, total_length), torch.tensor(lengths_of(sizes))
+
+
+def _recurrent(plain: Callable[..., Any], *args: Any) -> Any:
+    """Run a recurrent layer with batch sizes that lie in memory."""
+    if not isinstance(args[4], bool) or isinstance(args[3], bool):
+        return plain(*args)
+    sizes = args[1].tolist()
+    with _disable_current_modes():
+        batch_sizes = torch.tensor(sizes)
+    return plain(args[0], batch_sizes, *args[2:])
+
+
+def _ctc_loss(
+    plain: Callable[..., Tensor], log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
+    *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Call ctc_loss with lengths in tensors and targets in rows, so that only the longest of these is needed."""
+    input_lengths, target_lengths = map(_as_tensor, (input_lengths, target_lengths))
+    if targets.dim() == 1 and log_probs.dim() == 3 and targets.numel() and log_probs.device.type == "cpu":
+        starts = target_lengths.cumsum(0) - target_lengths
+        steps = torch.arange(int(target_lengths.max()), device=starts.device)
+        targets = targets[(starts[:, None] + steps).clamp(max=targets.numel() - 1).to(targets.device)]
+    return plain(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+
+def _as_tensor(lengths: Any) -> Tensor:
+    return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
+
+
+def _tensor_split(plain: Callable[..., Any], x: Tensor, parts: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    parts = kwargs.get("tensor_indices_or_sections", kwargs.get("indices", kwargs.get("sections", parts)))
+    return plain(x, parts.tolist() if isinstance(parts, Tensor) else parts, dim)
+
+
+def _formatted(x: Tensor, spec: str) -> str:
+    """Write an integer by its value, as eager does; a number that is only logged is not asked for."""
+    is_name = x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
+    return format(x.item(), spec) if is_name else object.__format__(repr(x), spec)

@@ -1,0 +1,110 @@
+"""Run the plain forward once, for the values that Python asks for.
+
+    model(x): if x.isfinite().all(): ...   ->   [Answer("values of torch.bool ()", (True,))]
+
+Nothing is saved for backward, so this takes the memory of inference.  Generators, buffers, attributes, and whatever
+else forward changes are restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..graph.nodes import written_arguments
+from ..guards.attribute_snapshot import AttributeSnapshot
+from ..system.python_random import restoring_python_random
+from .call import Call
+from .host_lengths import readable_lengths
+from .python_state.draw_in_graph import drawing_for_real
+from .python_state.refuse_reseeding import refuse_reseeding
+from .user_checkpoint import without_checkpoint
+from .value_modes import Answer, RecordValues, answering
+
+Recording = Callable[[], AbstractContextManager[object]]
+Measure = Callable[[Callable[[], object]], int]  # calls a function, and returns the peak bytes that it allocated
+
+
+@dataclass(frozen=True)
+class ValueRun:
+    """The answers, in order, and the peak bytes that the run allocated."""
+
+    answers: tuple[Answer, ...]
+    nbytes: int
+
+
+def run_for_values(call: Call, measure: Measure, recording: Recording = nullcontext) -> ValueRun:
+    """Run a call of a module inside of `recording()`, and return the values that it reads.
+
+    Raises whatever forward raises.
+    """
+    mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
+    with (
+        restoring_python_random(),
+        drawing_for_real(),
+        torch.random.fork_rng(devices),
+        refuse_reseeding(call.module),
+        AttributeSnapshot(call.module, call.tensors).restored(),
+        _RestoreWritten(call.tensors).restored(),
+        without_checkpoint(),
+        readable_lengths(),
+        saved_tensors_hooks(lambda tensor: None, _refuse_backward),
+        answering(mode),
+        recording(),
+    ):
+        try:
+            nbytes = measure(lambda: call.run(call.tensors))
+        finally:
+            torch.clear_autocast_cache()
+    return ValueRun(tuple(mode.answers), nbytes)
+
+
+class _RestoreWritten(TorchDispatchMode):
+    """Copies parameters, buffers and inputs before an op writes to them."""
+
+    supports_higher_order_operators = True  # they are passed on
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = tensors
+        self.storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self.copies: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for written in written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else ():
+            for tensor in written if isinstance(written, list | tuple) else [written]:
+                self._copy(tensor)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore what was written at the end of the block."""
+        with _unsafe_preserve_version_counter(tuple(self.tensors)):
+            try:
+                with self:
+                    yield
+            finally:
+                for key, copy in self.copies.items():
+                    self.storages[key].copy_(copy)
+
+    def _copy(self, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        key = tensor.untyped_storage()._cdata
+        if key in self.storages and key not in self.copies:
+            with _disable_current_modes():
+                self.copies[key] = self.storages[key].clone()
+
+
+def _refuse_backward(saved: None) -> NoReturn:
+    raise RuntimeError("forward computes gradients itself, and is run here without what backward needs")

@@ -1,0 +1,119 @@
+"""The modes in which a part runs as in eager, and the state that its Python changes.
+
+with eager_modes(modes): ...       autograd and autocast, as they were when the part was recorded
+before = PythonState.of(module)    generators and attributes
+before.restore()                   as they were then
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DispatchKey, DispatchKeySet
+
+from ..guards.attribute_snapshot import AttributeSnapshot
+
+# A step runs its graph below these.
+AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Grad mode, and autocast by device: whether it is on, its dtype, and whether it caches casts."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    caches: bool
+
+    @classmethod
+    def now(cls, device: torch.device) -> Modes:
+        """Return the modes of this thread."""
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.amp.is_autocast_available(kind)]
+        autocast = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(torch.is_grad_enabled(), tuple(autocast), torch.is_autocast_cache_enabled())
+
+    @property
+    def casts_are_cached(self) -> bool:
+        """True if a parameter that is used twice is cast once."""
+        return self.caches and any(enabled for _, enabled, _ in self.autocast)
+
+    def without_autocast(self) -> Modes:
+        """Return the modes of backward."""
+        return Modes(self.grad, tuple((kind, False, dtype) for kind, _, dtype in self.autocast), self.caches)
+
+
+@contextmanager
+def eager_modes(modes: Modes) -> Iterator[None]:
+    """Run a block with autograd and autocast, whatever is off around it."""
+    included = torch._C._dispatch_tls_local_include_set() | DispatchKeySet(DispatchKey.ADInplaceOrView)
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in AUTOGRAD:
+        excluded = excluded.remove(key)
+    with ExitStack() as stack:
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        if modes.casts_are_cached:  # else the caller's own autocast would keep the casts
+            stack.callback(torch.clear_autocast_cache)
+        for kind, enabled, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, modes.caches))
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class PythonState:
+    """State that a forward may change besides buffers: attributes of its module, and random generators."""
+
+    attributes: AttributeSnapshot
+    generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, tensors: Sequence[Tensor]) -> PythonState:
+        """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
+        states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
+        numpy = _numpy()
+        return cls(AttributeSnapshot(module), states, random.getstate(), numpy.get_state() if numpy else None)
+
+    def restore(self) -> None:
+        """Set all back to this state."""
+        self.attributes.restore()
+        self.restore_generators()
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy().set_state(self.numpy)
+
+    def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
+        """Set torch's generators back to this state, but those in `drawn`, unless they have another seed."""
+        for generator, state in self.generators:
+            if generator not in drawn or generator.initial_seed() != state.initial_seed():
+                generator.set_state(state.get_state())
+
+    @contextmanager
+    def in_place(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Run a block from this state, and restore what was before."""
+        now = PythonState.of(module, tensors)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+def _generators(module: nn.Module, tensors: Sequence[Tensor]) -> list[torch.Generator]:
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    attributes = (value for child in module.modules() for value in vars(child).values())
+    own = [value for value in attributes if isinstance(value, torch._C.Generator)]
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(devices)), *own]
+
+
+def _numpy() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)

@@ -1,0 +1,225 @@
+"""A submodule's call as two ops: its forward, and its backward by autograd.
+
+    forward:   [w, running, x]                ->   [y, new value of running, ticket]
+    backward:  [w, running, x], [dy], ticket  ->   [dw, dx]
+
+Forward keeps nothing for backward, which runs it again from the same state: random numbers, buffers and attributes.
+Parameters and buffers of the submodule are inputs, so that they can be offloaded; its own are not read.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import CaptureError, OpaqueError
+from ..graph.guard_ops import GuardFailed, ValueGuard
+from ..graph.opaque_ops import FORWARD, MeasuredCost, empty, note_undo
+from ..graph.result_layout import Layout, layout
+from .eager_state import Modes, PythonState, eager_modes
+from .inputs import Inputs, as_leaves
+from .observed_ops import ObservedOps, TooManyBytesError, WriteError
+from .results import Results
+from .run import run
+
+NOT_MEASURED = MeasuredCost(0.0, 0)
+_running = threading.RLock()  # a submodule's parameters are replaced while it runs
+HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
+_headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The state that backward needs of its forward besides tensors."""
+
+    before: PythonState
+    sums: tuple[float, ...]
+
+
+class Backward(NamedTuple):
+    """One kind of backward: the positions of the inputs that get a gradient, its layouts, and the cost."""
+
+    places: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    cost: MeasuredCost
+
+
+@dataclass(eq=False)
+class OpaquePart:
+    """A call of a submodule that runs as it is.
+
+    `most_nbytes` bounds what the ops of forward may make. `changes` are the attributes that it changes. `backwards` are
+    known by `tangents_key`. Inputs at the positions `single` get another gradient before this part's, so that only one
+    may be added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
+    """
+
+    path: str
+    module: nn.Module
+    reason: str
+    inputs: Inputs
+    expected: Results
+    modes: Modes
+    most_nbytes: float
+    written_layouts: tuple[Layout, ...]
+    forward_cost: MeasuredCost = NOT_MEASURED
+    changes: tuple[str, ...] = ()
+    guard: int = 0
+    single: set[int] = field(default_factory=set)
+    backwards: dict[object, Backward] = field(default_factory=dict)
+
+    @property
+    def results(self) -> tuple[Layout, ...]:
+        return (*self.expected.layouts, *self.written_layouts)
+
+    @property
+    def assumed(self) -> ValueGuard:
+        return ValueGuard(self.guard, (self.expected.form,), "opaque", self.path)
+
+    @property
+    def nbytes(self) -> int:
+        costs = [self.forward_cost, *(backward.cost for backward in self.backwards.values())]
+        return max(cost.workspace for cost in costs)
+
+    @property
+    def changed_attributes(self) -> list[tuple[nn.Module, str]]:
+        """The attributes that forward changes, with the submodules that have them."""
+        places = (name.rpartition(".") for name in self.changes)
+        return [(self.module.get_submodule(path), name) for path, _, name in places]
+
+    @property
+    def title(self) -> str:
+        """Path and type, for messages."""
+        return f"{self.path} ({type(self.module).__name__})"
+
+    def cost(self, target: OpOverload) -> MeasuredCost:
+        if target is FORWARD:
+            return self.forward_cost
+        costs = [backward.cost for backward in self.backwards.values()]
+        return MeasuredCost(max(cost.us for cost in costs), max(cost.workspace for cost in costs))
+
+    def gradients(self, tangents: Sequence[Tensor | None]) -> tuple[Layout, ...]:
+        return self.backwards[tangents_key(tangents)].layouts
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        with _running:
+            before = PythonState.of(self.module, tensors)
+            try:
+                results = self._forward(tensors, before)
+            except GuardFailed:
+                before.restore()
+                raise
+            note_undo(before.restore)
+            return results
+
+    def _forward(self, tensors: Sequence[Tensor], before: PythonState) -> list[Tensor]:
+        leaves = as_leaves(self.inputs, tensors)
+        observed = ObservedOps(leaves, self.inputs.written, self.most_nbytes)
+        try:
+            with eager_modes(self.modes), saved_tensors_hooks(drop, refuse_backward):
+                ran = run(self.module, self.inputs, leaves, observed)
+        except TooManyBytesError as error:
+            _headroom[self.module] = HEADROOM
+            raise self._changed() from error
+        except WriteError as error:
+            raise self._changed() from error
+        if ran.results.form != self.expected.form or self._is_used_again(ran.results):
+            raise self._changed(ran.results.form)
+        outputs = [strided(x, form) for x, form in zip(ran.outputs, self.expected.layouts, strict=True)]
+        ticket = tensors[0].new_empty(0)
+        ticket.memgraph_run = _Run(before, _sums(outputs) if self.modes.grad else ())  # type: ignore[attr-defined]
+        new = zip(self.inputs.written, self.written_layouts, strict=True)
+        return [*outputs, *(strided(ran.written[place], form) for place, form in new), ticket]
+
+    def _is_used_again(self, results: Results) -> bool:
+        return any(results.counts.get(place, 0) > 1 for place in self.single)
+
+    def backward(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor) -> list[Tensor]:
+        gradients = self.gradients_of(tensors, tangents, ticket)
+        known = self.backwards[tangents_key(tangents)]
+        if tuple(gradients) != known.places:
+            raise OpaqueError(
+                f"{self.title} runs as it is, and gives gradients to other parameters or arguments than when it was "
+                "captured: decide by values of tensors in forward alone"
+            )
+        return [strided(gradients[place], form) for place, form in zip(known.places, known.layouts, strict=True)]
+
+    def gradients_of(
+        self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor
+    ) -> dict[int, Tensor]:
+        """Run forward again, and return the gradients by position of the input."""
+        state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
+        with _running, state.before.in_place(self.module, tensors), eager_modes(self.modes):
+            return self._differentiated(tensors, tangents, state.sums)
+
+    def _differentiated(
+        self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], sums: Sequence[float]
+    ) -> dict[int, Tensor]:
+        leaves = as_leaves(self.inputs, tensors)
+        ran = run(self.module, self.inputs, leaves)
+        if not _same_numbers(sums, _sums([output.detach() for output in ran.outputs])):
+            raise OpaqueError(
+                f"{self.title} runs as it is, once in forward and again in backward, and has given other numbers the "
+                "second time: let it depend on nothing but its arguments, parameters, buffers, attributes, and the "
+                "generators of torch, numpy and random"
+            )
+        roots = [(x, tangent) for x, tangent in zip(ran.outputs, tangents, strict=True) if tangent is not None]
+        places = sorted(self.inputs.trained)
+        with eager_modes(self.modes.without_autocast()):
+            found = torch.autograd.grad(
+                [x for x, _ in roots], [leaves[place] for place in places], [tangent for _, tangent in roots],
+                allow_unused=True,
+            )  # fmt: skip
+        return {place: gradient for place, gradient in zip(places, found, strict=True) if gradient is not None}
+
+    def _changed(self, form: int = 0) -> GuardFailed:
+        """Return the error for a call that differs from the recorded one; `form` is that of its results, if known."""
+        return GuardFailed(self.guard, (form,))
+
+
+def headroom_of(module: nn.Module) -> float:
+    """Return how many times the bytes of a recorded call later ones may take."""
+    return _headroom.get(module, 1.0)
+
+
+def tangents_key(tangents: Sequence[Tensor | None]) -> object:
+    """Return what the layouts of gradients depend on: which results get a tangent, and its strides."""
+    return tuple(layout(tangent) if tangent is not None else None for tangent in tangents)
+
+
+def strided(tensor: Tensor, form: Layout) -> Tensor:
+    """Return a tensor in this layout, in a storage that it fills."""
+    tensor = tensor.resolve_conj().resolve_neg().detach()
+    covered = tensor.numel() and 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if layout(tensor) == form and tensor.untyped_storage().nbytes() == covered * tensor.itemsize:
+        return tensor
+    return empty(form, tensor.device).copy_(tensor)
+
+
+def _sums(outputs: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return a number for each result; equal results have equal numbers."""
+    sums = [output.detach().sum() for output in outputs]
+    return tuple(float(x.real) + float(x.imag) if x.is_complex() else float(x) for x in sums)
+
+
+def _same_numbers(first: Sequence[float], second: Sequence[float]) -> bool:
+    return list(map(repr, first)) == list(map(repr, second))
+
+
+def drop(tensor: Tensor) -> None:
+    """Keep nothing of a tensor that autograd saves."""
+
+
+def refuse_backward(saved: None) -> NoReturn:
+    """
+    Raises:
+        CaptureError: backward asks for what was dropped.
+    """
+    raise CaptureError("forward computes gradients itself, and nothing is saved for them here")

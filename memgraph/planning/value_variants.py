@@ -1,0 +1,128 @@
+"""The values under which a call was captured: each set of them has a step of its own.
+
+    step for [True] fails with [False]   ->   the step for [False], if there is one, or a new capture
+
+The latest set that held is tried first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from ..errors import CaptureError
+from ..graph.guard_ops import GuardFailed, Scalars, ValueGuard, same_values
+
+Answers = tuple[Scalars, ...]
+Key = Any  # ((guard, (optimizer key, answers)), whether gradients exist, outputs that backward starts from)
+
+NEW: Answers = ((float("inf"),),)  # no step has it: the call is captured with the values that it has now
+CALLS = 256  # kinds of calls whose answers are remembered
+MANY = 8  # sets of values of one call: then warn
+
+
+class ValueVariants:
+    """The answers of one module's captures, by call."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, list[Answers]] = OrderedDict()
+        self._has_warned = False
+
+    def latest(self, call: Key) -> Key:
+        """Return the key of the step to try first."""
+        known = self._known.get(_kind(call))
+        return with_answers(call, known[0]) if known else call
+
+    def others(self, call: Key, tried: Sequence[Sequence[ValueGuard]], failure: GuardFailed) -> Key:
+        """Return the key of a step that was not tried and agrees with what all guards have found, or of a new one."""
+        rejected = list(map(_answers, tried))
+        found = (*rejected[-1][: failure.guard], failure.actual)
+        for answers in self._known.get(_kind(call), ()):
+            if answers not in rejected and _begins_with(answers, found):
+                return with_answers(call, answers)
+        return with_answers(call, NEW)
+
+    def add(self, key: Key, guards: Sequence[ValueGuard]) -> Key:
+        """Note the answers on which a step rests, and return its key."""
+        key = with_answers(key, answers := _answers(guards))
+        if answers:
+            self.note_use(key, guards)
+        return key
+
+    def note_use(self, key: Key, guards: Sequence[ValueGuard]) -> None:
+        """Note that a step has run: its answers are tried first next time."""
+        if not guards:
+            return
+        known, answers = self._known.setdefault(_kind(key), []), _answers(guards)
+        if known and known[0] == answers:
+            return
+        if answers in known:
+            known.remove(answers)
+        known.insert(0, answers)
+        self._known.move_to_end(_kind(key))
+        while len(self._known) > CALLS:
+            self._known.popitem(last=False)
+
+    def warning(self, call: Key, guards: Sequence[ValueGuard]) -> str:
+        """Return a warning, once, if a call was captured for many sets of values; empty otherwise."""
+        known = self._known.get(_kind(call), ())
+        if self._has_warned or len(known) <= MANY:
+            return ""
+        self._has_warned = True
+        differing = [
+            guard for guard in guards if guard.number < min(map(len, known)) and _differ(known, guard.number)
+        ] or list(guards[-1:])
+        lines = "; ".join(f"{guard.where}: {guard.assumption}" for guard in differing[:3])
+        return (
+            f"{len(known)} graphs were captured of calls that differ in values only, on which forward branches: "
+            f"{lines}; each new value is captured and planned: compute with torch.where or a mask instead, or do this "
+            "outside of the module"
+        )
+
+
+def with_answers(key: Key, answers: Answers) -> Key:
+    """Return the key of the step that was captured with these answers."""
+    (guard, (optimizer, _)), *rest = key
+    return ((guard, (optimizer, answers)), *rest)
+
+
+def is_new(key: Key) -> bool:
+    """Return True if a call has to be captured with the values that it has now."""
+    return bool(key[0][1][1] == NEW)
+
+
+def refuse_unstable(key: Key, failure: GuardFailed) -> None:
+    """
+    Raises:
+        CaptureError: a graph was captured with the values of this call, which has others when it runs.
+    """
+    if is_new(key):
+        guard = failure.guards[failure.guard]
+        if guard.op == "opaque":
+            raise CaptureError(
+                f"{guard.where} runs as it is, and gives results of another structure, shape or size when the same "
+                "call runs twice: make them depend on tensors, attributes and generators only"
+            )
+        raise CaptureError(
+            f"forward branches at {guard.where} on a value that is not the same when the same call runs twice: the "
+            f"capture found {guard.expected}, and the step {failure.actual}; make it depend on tensors and torch's "
+            "generators only, or compute it outside of the module"
+        )
+
+
+def _answers(guards: Sequence[ValueGuard]) -> Answers:
+    return tuple(guard.expected for guard in guards)
+
+
+def _kind(key: Key) -> Hashable:
+    (guard, (optimizer, _)), _, outputs = key
+    return guard, optimizer, outputs
+
+
+def _begins_with(answers: Answers, found: Answers) -> bool:
+    return len(answers) >= len(found) and all(map(same_values, answers, found))
+
+
+def _differ(known: Sequence[Answers], number: int) -> bool:
+    return any(not same_values(answers[number], known[0][number]) for answers in known)

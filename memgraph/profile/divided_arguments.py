@@ -1,0 +1,61 @@
+"""Generate arguments that say how an op's work is divided, so that it is priced with all of its work.
+
+    _grouped_mm(f32[100, 8], f32[3, 8, 8], offs)   ->   offs = [100, 100, 100]: all rows are of the first group
+
+With offsets of zero there would be nothing to compute, and no workspace to measure. One large group needs the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ..graph.nodes import aten
+
+Arguments = Mapping[str, Any]
+
+
+def fill_divisions(op: object, args: Sequence[Any], kwargs: Arguments) -> None:
+    """Change the arguments of an op in place, so that it does all its work."""
+    if isinstance(op, OpOverload) and op in FILLERS:
+        names = (argument.name for argument in op._schema.arguments)
+        FILLERS[op](dict(zip(names, args, strict=False)) | dict(kwargs))
+
+
+def _groups(given: Arguments) -> None:
+    """The rows that are divided are those of the first matrix, what is summed, or the columns of the second."""
+    a, b = given["self"], given["mat2"]
+    rows = b.shape[1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1]
+    if given.get("offs") is not None:
+        given["offs"].fill_(rows)
+
+
+def _segments(given: Arguments) -> None:
+    size = given["data"].shape[given.get("axis", 0)]
+    if given.get("lengths") is not None:
+        given["lengths"].zero_()[..., :1] = size
+    if given.get("offsets") is not None:
+        given["offsets"].zero_()[..., 1:] = size
+
+
+def _repeats(given: Arguments) -> None:
+    if given.get("output_size") is not None:
+        given["repeats"].zero_()[:1] = given["output_size"]
+
+
+def _positive_definite(given: Arguments) -> None:
+    matrix: Tensor = given["self"]
+    matrix.copy_(torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
+
+
+FILLERS: Mapping[OpOverload, Callable[[Arguments], None]] = {
+    aten._grouped_mm.default: _groups,
+    aten.segment_reduce.default: _segments,
+    aten._segment_reduce_backward.default: _segments,
+    aten.repeat_interleave.Tensor: _repeats,
+    aten.cholesky.default: _positive_definite,
+}

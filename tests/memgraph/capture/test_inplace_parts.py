@@ -1,0 +1,84 @@
+"""Parts of a split that forward changes in place become new values without a second trace, with eager's bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.capture import functionalize
+from memgraph.capture.capture import capture
+from memgraph.graph.nodes import changes_inputs
+
+
+class Cells(nn.Module):
+    """A cell of a recurrent network in a loop over time steps, and a layer on its last state."""
+
+    def __init__(self, cell: Callable[[int, int], nn.Module], has_two_states: bool) -> None:
+        super().__init__()
+        self.cell, self.has_two_states = cell(6, 6), has_two_states
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], 6)
+        second = state
+        for step in range(x.shape[1]):
+            if self.has_two_states:
+                state, second = self.cell(x[:, step], (state, second))
+            else:
+                state = self.cell(x[:, step], state)
+        loss: Tensor = self.head(state).pow(2).mean()
+        return loss
+
+
+class Gated(nn.Module):
+    """Changes parts of a split in place, and then reads what it is told to."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 8), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.layer(x)
+        first, second = whole.unsafe_chunk(2, 1)
+        changed = first.sigmoid_()
+        return self.read(changed, second.tanh_(), whole).sum()
+
+
+def assert_as_eager(model: nn.Module, x: Tensor) -> None:
+    """Loss and gradients of a compiled copy are the same, to the bit."""
+    ours = copy.deepcopy(model)
+    loss, eager_loss = memgraph.compile(ours, "1GB")(x), model(x)
+    loss.backward()
+    eager_loss.backward()
+    assert torch.equal(loss, eager_loss)
+    for ours_parameter, parameter in zip(ours.parameters(), model.parameters(), strict=True):
+        assert ours_parameter.grad is not None and parameter.grad is not None
+        assert torch.equal(ours_parameter.grad, parameter.grad)
+
+
+@pytest.mark.parametrize(("cell", "has_two_states"), [(nn.LSTMCell, True), (nn.GRUCell, False)])
+def test_a_loop_over_cells_is_traced_once_and_has_eagers_bits(
+    cell: Callable[[int, int], nn.Module], has_two_states: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = Cells(cell, has_two_states), torch.randn(3, 4, 6)
+    with mock.patch.object(functionalize, "make_fx", side_effect=AssertionError("traced a second time")):
+        graph = capture(model, (x,), {}).graph.graph
+    assert not any(map(changes_inputs, graph.nodes))
+    assert_as_eager(model, x)
+
+
+@pytest.mark.parametrize("where", ["part", "copy"])
+def test_parts_that_are_read_later_are_read_with_their_values(where: str) -> None:
+    torch.manual_seed(0)
+    reads: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "part": lambda first, second, whole: first * second,
+        "copy": lambda first, second, whole: (first.t() @ second).exp(),
+    }
+    assert_as_eager(Gated(reads[where]), torch.randn(5, 4))
