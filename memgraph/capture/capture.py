@@ -8,6 +8,7 @@ not a tensor is a constant of the graph: a caller that reuses the graph must com
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -106,6 +107,7 @@ def capture(
         return tracer.sure(wanted)
     finally:
         tracer.parts.close()
+        gc.collect(1)  # a trace is garbage with cycles, and holds small constants of the model's
 
 
 @dataclass
