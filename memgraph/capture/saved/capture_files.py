@@ -78,9 +78,11 @@ def find_capture(
 
 
 def keep_capture(kind: str, log: OpLog, graph: fx.GraphModule) -> None:
-    """Keep a graph for later processes, if the log says all that it was made of."""
+    """Keep a graph for later processes, if it has a kind and the log says all that it was made of."""
+    if not kind:
+        return
     digest = log.digest()
-    if not kind or not digest:
+    if not digest:
         LOG.info("the capture is not kept for later processes: %s", log.reason)
         return
     try:
