@@ -262,6 +262,16 @@ def test_lengths_stay_constants_beside_an_opaque_part(traces: Traces) -> None:
     assert traces.general == 0
 
 
+def patches(linear: Any, x: Tensor) -> Tensor:
+    return F.fold(F.unfold(linear(x)[None, None], 3), x.shape, 3).sin()
+
+
+def test_a_result_in_a_larger_storage_has_a_constant_length(traces: Traces, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        check(Branch(patches), [(torch.randn(n, 6),) for n in (9, 8, 11)])
+    assert "lengths stay constants of the graph: a result lies in a larger storage" in caplog.text
+
+
 def test_captures_with_symbols_are_not_kept_on_disk(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
     monkeypatch.setattr(capture_module, "keep_capture", lambda kind, *rest: kinds.append(kind))
