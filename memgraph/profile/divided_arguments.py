@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..graph.nodes import aten
-
 Arguments = Mapping[str, Any]
 
 
 def fill_divisions(op: object, args: Sequence[Any], kwargs: Arguments) -> None:
     """Change the arguments of an op in place, so that it does all its work."""
-    if isinstance(op, OpOverload) and op in FILLERS:
+    if isinstance(op, OpOverload) and str(op) in FILLERS:
         names = (argument.name for argument in op._schema.arguments)
-        FILLERS[op](dict(zip(names, args, strict=False)) | dict(kwargs))
+        FILLERS[str(op)](dict(zip(names, args, strict=False)) | dict(kwargs))
 
 
 def _groups(given: Arguments) -> None:
@@ -52,10 +50,11 @@ def _positive_definite(given: Arguments) -> None:
     matrix.copy_(torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
 
 
-FILLERS: Mapping[OpOverload, Callable[[Arguments], None]] = {
-    aten._grouped_mm.default: _groups,
-    aten.segment_reduce.default: _segments,
-    aten._segment_reduce_backward.default: _segments,
-    aten.repeat_interleave.Tensor: _repeats,
-    aten.cholesky.default: _positive_definite,
+# By name, since torch has dropped some of them: `cholesky` in 2.15.
+FILLERS: Mapping[str, Callable[[Arguments], None]] = {
+    "aten._grouped_mm.default": _groups,
+    "aten.segment_reduce.default": _segments,
+    "aten._segment_reduce_backward.default": _segments,
+    "aten.repeat_interleave.Tensor": _repeats,
+    "aten.cholesky.default": _positive_definite,
 }

@@ -182,7 +182,7 @@ def _key(node: fx.Node, modes: str = "") -> str:
         return describe_tensor(value) if isinstance(value, Tensor) else tree_map(describe_tensor, value)
 
     args, kwargs = map_aggregate((node.args, dict(node.kwargs)), describe)
-    divided = "divided " if node.target in FILLERS else ""  # earlier prices were of ops without work
+    divided = "divided " if str(node.target) in FILLERS else ""  # earlier prices were of ops without work
     return f"{divided}{node.target}{args!r}{kwargs!r}{modes or kernel_modes_text()}"
 
 

@@ -75,8 +75,6 @@ NAMES: Mapping[str, str] = {
     "torch._neg_view": "ops are priced on tensors that are as lazily negated as the step's",
     "torch._VF": "holds the functions that pack rows of several lengths",
     "torch._C.DisableTorchFunction": "the plain `tolist` runs, not the one that a trace puts in its place",
-    "torch.ops.aten._grouped_mm": "is priced with all rows in one group",
-    "torch.ops.aten._segment_reduce_backward": "is priced with all rows in one segment",
     "torch.ops.aten._pack_padded_sequence": "packs rows of several lengths",
     "torch.ops.aten._pad_packed_sequence": "pads rows of several lengths",
     "torch.ops.aten._ctc_loss": "keeps as much for backward as the longest target needs",
