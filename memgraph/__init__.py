@@ -37,6 +37,7 @@ from .report.saved_plan import SavedPlan
 from .storage.pinned_pool import PinnedError
 from .storage.spill_file import SpillError
 from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
+from .tensors.buckets import pad_to_buckets
 
 __all__ = [
     "OSS",
@@ -66,6 +67,7 @@ __all__ = [
     "compile",
     "load_sharded",
     "load_state",
+    "pad_to_buckets",
     "plan",
     "save_sharded",
     "save_state",

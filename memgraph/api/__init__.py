@@ -3,6 +3,7 @@
 compiler             compile() and plan(): read the options, return a module or a report
 compiled_module      CompiledModule: find the step of a call by its signature, or plan it, then run it
 budget_sweep         sweep(): the time of a step for every budget
+shapes_only          tensors without bytes as arguments of plan() and sweep()
 training_state       save_state() and load_state(): model, optimizer and random numbers in one file
 safetensors_file     the same state as a safetensors file
 loaded_state         copy loaded tensors out of a mapped file

@@ -29,6 +29,7 @@ from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes
 from .compiler import make_planner
+from .shapes_only import on_device
 
 POINTS = 12  # between the two ends
 
@@ -64,6 +65,7 @@ def sweep(
     )  # fmt: skip
     given = check_argument("budgets", budgets)  # all of them, before anything is captured
     wanted = given and [budget_nbytes(check_argument("budget", one), planner.target.device) for one in given]
+    args, kwargs = on_device(planner.module, args, kwargs, microbatches)
     trace, machine = planner.price(args, kwargs, planner.options.outputs)  # one byte of budget: links are measured
     return _BudgetPlans(trace, machine, planner.options.time_limit, planner.options.forwards).sweep(wanted)
 

@@ -27,6 +27,7 @@ from ..report.report import Report
 from ..report.saved_plan import PlanRecord
 from .compiled_module import CompiledModule
 from .refuse_wrapped import refuse_wrapped, warn_of_steps
+from .shapes_only import on_device
 
 
 def compile(
@@ -139,7 +140,11 @@ def plan(
 ) -> Report:  # fmt: skip
     """Return the plan for the call `model(*args, **kwargs)`, without running a step.
 
-    Arguments and errors are those of `compile`.
+        worst = torch.empty(64, 4096, dtype=torch.long, device="meta")  # a shape without bytes
+        print(memgraph.plan(model, worst, budget="8GB"))
+
+    Tensors of device "meta" stand for tensors of their shapes on the model's device.  Arguments and errors are those of
+    `compile`.
     """
     planner = make_planner(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
@@ -147,6 +152,7 @@ def plan(
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
         pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque,
     )  # fmt: skip
+    args, kwargs = on_device(planner.module, args, kwargs, microbatches)
     return planner.step(args, kwargs, planner.options.outputs).report
 
 

@@ -1,5 +1,6 @@
 """Facts about tensors.
 
+buckets         pad batches to a few lengths
 layout          tensors that fill one run of memory
 aliasing        tensors that share memory
 loss_outputs    outputs that a loss may be made of
