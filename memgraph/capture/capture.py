@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
 from ..graph.accumulate_grads import sum_grads_early
@@ -173,6 +174,8 @@ class _Tracer:
         self.needs_values = False
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             call = Call.of(self.module, self.args, self.kwargs)
+            if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
+                raise CaptureError("forward branches on values of tensors, and shapes alone have none: give a batch")
             self.values = run_for_values(call, self.measure, self.parts.recording)
 
 

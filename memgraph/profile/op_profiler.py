@@ -38,7 +38,7 @@ from ..system.device import keeping_freed_memory, release_cached, returns_freed_
 from ..system.measurement_cache import read_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
-from ..system.timer import flush_caches, shortest_us, timed_us
+from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
 from .divided_arguments import FILLERS, fill_divisions
 from .memory_meter import measure_peak, resident_bytes
@@ -46,6 +46,7 @@ from .roofline import roofline
 from .sized_arguments import fill_for_sizes
 
 LOG = logging.getLogger(__name__)
+Timer = Callable[[Callable[[], object]], float]  # returns microseconds
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class OpProfiler:
         op_cost = _read(read_cached(cache_key)) if is_cached else None
         if (op_cost is None or (times and not op_cost.is_timed)) and _nbytes(node) <= self.limit:
             self._log_excess(node)
-            ran = run_unprofiled(partial(_measure_with_retry, node, self._flush(_device(node)) if times else None))
+            ran = run_unprofiled(partial(_measure_with_retry, node, self._timer(node) if times else None))
             if ran is not None and is_cached:
                 write_cached(cache_key, _written(ran))
             op_cost = ran or op_cost
@@ -135,10 +136,18 @@ class OpProfiler:
             mb(max(self.room, 0)),
         )
 
-    def _flush(self, device: torch.device) -> Callable[[], object]:
+    def _timer(self, node: fx.Node) -> Timer:
+        device = _device(node)
         if device not in self._flushes:
             self._flushes[device] = flush_caches(device)
-        return self._flushes[device]
+        return partial(shortest_us, device=device, before=self._flushes[device], most=self._most_runs(node))
+
+    def _most_runs(self, node: fx.Node) -> int:
+        """Return the runs for whose results there is room: glibc may place each of them beside the freed ones."""
+        results = resident_bytes(tensors(node))
+        if self.room is None or not results or _device(node).type != "cpu":
+            return REPEATS
+        return max(1, min(REPEATS, (self.room - _nbytes(node)) // results))
 
 
 def room_nbytes(graph: fx.Graph, module: nn.Module, budget: int) -> int:
@@ -223,11 +232,11 @@ def _read(written: Any) -> OpCost | None:
     return OpCost(Cost(written["us"], written["workspace"]), tuple(layouts), is_timed="once" not in written)
 
 
-def _measure_with_retry(node: fx.Node, before: Callable[[], object] | None) -> OpCost | None:
+def _measure_with_retry(node: fx.Node, timer: Timer | None) -> OpCost | None:
     """Measure the op; free cached memory and repeat it if memory ran out."""
     for _ in range(2):
         try:
-            return _measure(node, before)
+            return _measure(node, timer)
         except torch.OutOfMemoryError:
             release_cached(_device(node))
     warn_user(f"not enough memory is left to run {node.target} alone, so its workspace is guessed")
@@ -245,7 +254,7 @@ def _guessed_workspace(node: fx.Node) -> int:
     return max(value.untyped_storage().nbytes() for value in values)
 
 
-def _measure(node: fx.Node, before: Callable[[], object] | None) -> OpCost | None:
+def _measure(node: fx.Node, timer: Timer | None) -> OpCost | None:
     """Measure the op on the generated values that need the most workspace; None if it fails on all of them.
 
     Zeros are valid as indices, but not as pivots. Masks are tried both ways, because their count may matter.
@@ -253,19 +262,19 @@ def _measure(node: fx.Node, before: Callable[[], object] | None) -> OpCost | Non
     Raises:
         OutOfMemoryError: the device has too little memory.
     """
-    zeros = _run_on(node, before, 0, False)
+    zeros = _run_on(node, timer, 0, False)
     masked = any(value.dtype == torch.bool for source in node.all_input_nodes for value in tensors(source))
     if zeros is not None and not masked:
         return zeros
-    ones = _run_on(node, before, 0 if zeros is not None else 1, True)
+    ones = _run_on(node, timer, 0 if zeros is not None else 1, True)
     costs = [op_cost for op_cost in (zeros, ones) if op_cost is not None]
     return max(costs, key=lambda op_cost: (op_cost.cost.workspace, op_cost.cost.us), default=None)
 
 
-def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, truth: bool) -> OpCost | None:
+def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpCost | None:
     """Run the op as a step would, on integers `number` and booleans `truth`; None if it fails.
 
-    Each timed run comes after `before`. Without `before`, a single run is timed.
+    Without `timer`, a single run is timed.
     """
     device = _device(node)
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # forking all GPUs would warn
@@ -281,13 +290,14 @@ def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, tru
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # this op does not accept generated values
         if allocated is None:  # a profiler was started meanwhile
-            return run_unprofiled(partial(_run_on, node, before, number, truth))
+            return run_unprofiled(partial(_run_on, node, timer, number, truth))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_inputs(node) else []
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
-            us = shortest_us(run, device, before) if before else round(timed_us(run, device)[1], 1)
-        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=before is not None)
+            us = timer(run) if timer else round(timed_us(run, device)[1], 1)
+            del run, args, kwargs  # here, so that their memory is returned too
+        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=timer is not None)
 
 
 def _generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

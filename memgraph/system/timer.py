@@ -25,15 +25,17 @@ CACHE = 32 << 20  # bytes that are read to flush the caches
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
-def shortest_us(run: Callable[[], object], device: torch.device, before: Callable[[], object] = int) -> float:
-    """Return the least time of some runs, each after `before`, which is not timed.
+def shortest_us(
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] = int, most: int = REPEATS
+) -> float:
+    """Return the least time of at most `most` runs, each after `before`, which is not timed.
 
     `run` must have been called before, because a first call also sets up its kernels. The least time is taken, not the
     median, because other work of the machine only adds to a time. `replan.py` corrects times with those of real steps.
     """
     least, spent, runs = float("inf"), 0.0, 0
     line = _line(run, device)
-    while not runs or (runs < REPEATS and spent < ENOUGH_US):
+    while not runs or (runs < most and spent < ENOUGH_US):
         before()
         _, us = timed_us(partial(repeats, run, line), device)
         least, spent, runs = min(least, us / line), spent + us, runs + 1
