@@ -28,9 +28,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ops that are timed by more than one run; none was priced before."""
     found: list[Any] = []
 
-    def noted(*given: Any) -> float:
+    def noted(*given: Any, **options: Any) -> float:
         found.append(given)
-        return shortest_us(*given)
+        return shortest_us(*given, **options)
 
     monkeypatch.setattr(op_profiler, "shortest_us", noted)
     monkeypatch.setattr(op_profiler, "_known", {})
