@@ -25,6 +25,7 @@ from ..runtime.released_outputs import most_released, search_with_released
 from ..system.user_warning import warn_user
 
 LEFT = "left_gradients"
+LARGE = 3000  # ops; with 5,000 of them, a loop over time, the search took 5 s of CPU and the quick passes 21 s
 Search = Callable[[Trace, Machine], PlanResult]
 
 
@@ -45,13 +46,13 @@ def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], sear
     """Find a plan of the step that adds to gradients.
 
     First come `tries`, plans that are known, then the quick passes, and at last `search`, unless a lower bound excludes
-    that it finds one.  Without tries there is only the search.
+    that it finds one.  Without tries, and for a large step, there is only the search.
     """
     for known in tries:
         peak = peak_with(known, trace, machine)
         if peak is not None and peak <= machine.budget:
             return AccumulatedStep(peak, known)
-    for find in (_quick, search) if tries else (search,):
+    for find in (_quick, search) if tries and len(trace.ops) < LARGE else (search,):
         try:
             choice = find(trace, machine)
         except passes.BudgetError as error:
