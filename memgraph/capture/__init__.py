@@ -5,7 +5,7 @@ capture               capture(): the whole way, as below
 call                  take a call apart into tensors and constants
 fake_tensors          fake tensors, torch's modes and random generators around a trace
 constant_fake_mode    fake tensors with known values where no input affects them
-host_lengths          lengths that torch reads on the host, as guards
+values                values that Python asks for
 user_checkpoint       torch.utils.checkpoint and fused layers in a trace
 trace_joint           first trace: forward and backward, op by op
 float_inputs          floats of a call that become inputs of the graph

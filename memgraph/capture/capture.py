@@ -49,8 +49,8 @@ from .sizes.size_inputs import SizeInputs, name_sizes
 from .trace_joint import JointGraph, trace_joint
 from .type_checks import TypeChecks
 from .user_checkpoint import as_in_eager
-from .value_modes import ValuesNeeded, is_number
-from .value_run import Measure, ValueRun, run_for_values
+from .values.questions import ValuesNeeded, is_number
+from .values.value_run import Measure, ValueRun, run_for_values
 
 __all__ = [
     "Captured",

@@ -33,7 +33,7 @@ from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
 from .float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
-from .value_modes import Answer
+from .values.questions import Answer
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"

@@ -44,7 +44,6 @@ from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
-from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
@@ -53,7 +52,9 @@ from .python_state.side_effects import TraceRecord, is_same_step, refuse_side_ef
 from .saved.op_log import OpLog
 from .sizes.whole_slices import drop_whole_slices
 from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
-from .value_modes import ReplayValues, answering
+from .values.host_lengths import readable_lengths
+from .values.replay import ReplayValues
+from .values.tensor_reads import answering
 
 
 @dataclass(frozen=True, eq=False)

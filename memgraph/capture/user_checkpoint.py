@@ -26,7 +26,7 @@ from ..errors import CaptureError
 from ..graph.guard_ops import TOLIST
 from .python_state.refuse_reseeding import allow_reseeding
 from .python_state.refused_draws import allow_python_random
-from .value_modes import IS_NONZERO, ITEM
+from .values.tensor_reads import IS_NONZERO, ITEM
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
+from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
