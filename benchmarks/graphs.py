@@ -27,8 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
-from memgraph.capture import trace_joint
 from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.joint import trace_joint
 from memgraph.graph.nodes import tensors
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile.op_profiler import is_view

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.api.compiled_module import CompiledModule
 from memgraph.capture import capture
-from memgraph.capture.trace_joint import trace_joint
+from memgraph.capture.joint.trace_joint import trace_joint
 
 ROWS, WORDS, LONGEST = 8, 1000, 192
 SHARE = 0.75  # of what the longest batch needs without a plan

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..capture.float_capture import FloatCapture
-from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
+from ..capture.floats.float_capture import FloatCapture
+from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..capture.sizes.size_capture import SizeCapture
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured

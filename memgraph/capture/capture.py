@@ -38,16 +38,17 @@ from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
 from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
-from .float_inputs import FloatInputs
+from .floats.float_inputs import FloatInputs
+from .floats.type_checks import TypeChecks
 from .functionalize import functionalize
+from .joint.joint_graph import JointGraph
+from .joint.trace_joint import trace_joint
 from .python_state.refuse_reseeding import refuse_reseeding
 from .python_state.refused_draws import refuse_python_random
 from .reentrant_forward import can_run_again
 from .saved.capture_files import call_kind, find_capture, keep_capture
 from .saved.op_log import OpLog
 from .sizes.size_inputs import SizeInputs, name_sizes
-from .trace_joint import JointGraph, trace_joint
-from .type_checks import TypeChecks
 from .user_checkpoint import as_in_eager
 from .values.questions import ValuesNeeded, is_number
 from .values.value_run import Measure, ValueRun, run_for_values

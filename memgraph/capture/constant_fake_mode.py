@@ -31,7 +31,7 @@ from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storage
 from ..graph.op_descriptions import describe
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
-from .float_inputs import with_values
+from .floats.float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
 from .values.questions import Answer
 

@@ -29,9 +29,9 @@ from ..graph.tensor_numbers import CopiedNumbers
 from ..tensors.traced_size import with_sizes
 from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
-from .float_inputs import with_stand_ins
+from .floats.float_inputs import with_stand_ins
 from .inplace import replace_inplace
-from .trace_joint import JointGraph
+from .joint.joint_graph import JointGraph
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
-from ..capture.float_capture import FloatCapture
+from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.provenance import counting_nodes
 from ..guards.signature import parameters_with_grad_hooks

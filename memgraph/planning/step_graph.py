@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ..capture.capture import OutputSelector, capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
-from ..capture.float_capture import FloatCapture
+from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured

@@ -31,9 +31,10 @@ from ...tensors.loss_outputs import OutputSelector
 from ..call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..fake_tensors import fake_mode_context
+from ..joint.joint_graph import JointGraph
+from ..joint.trace_joint import trace_joint
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..python_state.refused_draws import refuse_python_random
-from ..trace_joint import JointGraph, trace_joint
 from .graph_record import NotRecordedError, graph_record, recorded_graph
 from .op_log import OpLog
 from .rehearsal import Rehearsal, RehearsalMode

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph.api import compiled_module
-from memgraph.capture import float_capture
 from memgraph.capture.capture import capture
+from memgraph.capture.floats import float_capture
 from memgraph.planning import step_graph
 from memgraph.runtime.step import Step
 

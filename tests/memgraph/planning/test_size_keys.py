@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph.capture import capture as capture_module
+from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.sizes.same_capture import is_same_capture
 from memgraph.capture.sizes.size_capture import SizeCapture
 from memgraph.capture.sizes.size_inputs import SizeInputs
-from memgraph.capture.trace_joint import trace_joint
 from memgraph.planning import step_graph
 
 Module = Callable[[Tensor], Tensor]

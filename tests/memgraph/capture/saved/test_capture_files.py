@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from memgraph.capture import capture as capture_module
 from memgraph.capture.call import Call
 from memgraph.capture.capture import capture, select_all
+from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.saved import capture_files
 from memgraph.capture.saved.capture_files import FILE
-from memgraph.capture.trace_joint import trace_joint
 from memgraph.graph.captured import Captured
 from memgraph.system import measurement_cache
 from memgraph.system.measurement_cache import CostDatabase
