@@ -28,16 +28,16 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.capture import capture
+from memgraph.capture import trace_call
 from memgraph.planning import assembly, planner, pricing, search, step_graph
 
 Call = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
 
 # In the order in which they are shown.  What one of them calls of another counts for the other alone.
 PHASES: tuple[tuple[str, Any, str], ...] = (
-    ("trace", capture, "trace_joint"),
-    ("functionalize", capture, "functionalize"),
-    ("finalize", capture, "finalize_graph"),
+    ("trace", trace_call, "trace_joint"),
+    ("functionalize", trace_call, "functionalize"),
+    ("finalize", trace_call, "finalize_graph"),
     ("capture, rest", planner, "capture_step"),
     ("grads", step_graph, "accumulate_grads"),
     ("price", pricing.Pricing, "__call__"),

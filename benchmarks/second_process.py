@@ -25,7 +25,7 @@ from rich.table import Table
 
 PHASES = {  # function that takes the time -> what it does; the rest counts for the function that calls it
     ("memgraph.planning.step_graph", "captured_call"): "capture",
-    ("memgraph.capture.capture", "find_capture"): "capture: rehearsed and read",
+    ("memgraph.capture.trace_call", "find_capture"): "capture: rehearsed and read",
     ("memgraph.planning.pricing.Pricing", "__call__"): "price",
     ("memgraph.planning.search.PlanSearch", "__call__"): "plan",
     ("memgraph.planning.planner.Planner", "_accumulated"): "plan the call that adds to gradients",

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.api.compiled_module import CompiledModule
-from memgraph.capture import capture
+from memgraph.capture import trace_call
 from memgraph.capture.joint.trace_joint import trace_joint
 
 ROWS, WORDS, LONGEST = 8, 1000, 192
@@ -150,7 +150,7 @@ def counting() -> Iterator[Counts]:
         counts.traces += 1
         return trace(*args)
 
-    with mock.patch.object(CompiledModule, "_new_step", timed), mock.patch.object(capture, "trace_joint", counted):
+    with mock.patch.object(CompiledModule, "_new_step", timed), mock.patch.object(trace_call, "trace_joint", counted):
         yield counts
 
 

@@ -2,6 +2,8 @@
 
 saved                 captures of earlier processes
 capture               capture(): the whole way, as below
+tracer                trace a call until its values and opaque submodules are known
+trace_call            trace a call once, and make its graph
 call                  take a call apart into tensors and constants
 fake_tensors          fake tensors, torch's modes and random generators around a trace
 constant_fake_mode    fake tensors with known values where no input affects them
@@ -13,6 +15,7 @@ sizes                 captures in which lengths are symbols
 inplace               in-place ops on temporaries as functional ops
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients
+assemble              a `Captured` from the graph and its roles
 graph_writer          insert nodes where forward ends
 reinplace             write to buffers in place where eager does
 reentrant_forward     whether forward can run a second time

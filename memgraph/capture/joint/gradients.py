@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...tensors.loss_outputs import reachable_nodes
+from ..fake_tensors import without_autocast
 
 
 def insert_tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
@@ -29,6 +30,14 @@ def insert_tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
 def gradient_role(role: Input) -> Output:
     """Return the role of the gradient of an input."""
     return Output("gradient", role.name) if role.kind == "parameter" else Output("input_gradient", index=role.index)
+
+
+def differentiate(
+    roots: Sequence[Tensor], leaves: Sequence[Any], tangents: Sequence[Tensor], values: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the leaves for these tangents of the roots; `values` are the inputs of the step."""
+    with without_autocast(values):
+        return torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
 
 
 def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:

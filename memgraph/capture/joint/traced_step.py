@@ -23,13 +23,19 @@ from ...tensors.pytree import Spec, flatten
 from ...tensors.traced_size import with_arguments
 from ..call import Call
 from ..constant_fake_mode import ConstantFakeMode
-from ..fake_tensors import without_autocast
 from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from ..saved.op_log import OpLog
 from ..values.replay import ReplayValues
 from ..values.tensor_reads import answering
 from .assigned_buffers import assigned_buffers
-from .gradients import gradient_role, gradient_sources, has_custom_functions, insert_tangent, refuse_sparse
+from .gradients import (
+    differentiate,
+    gradient_role,
+    gradient_sources,
+    has_custom_functions,
+    insert_tangent,
+    refuse_sparse,
+)
 from .joint_graph import JointGraph
 from .leaf_inputs import InputGradEdges
 from .results import references
@@ -143,10 +149,8 @@ class TracedStep:
         self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
         if self.parts is not None:
             find_sums([outputs[i] for i in roots])
-        with without_autocast(values):
-            starts = [outputs[i] for i in roots]
-            with self.provenance.naming_errors():
-                gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
+        with self.provenance.naming_errors():
+            gradients = differentiate([outputs[i] for i in roots], leaves, tangents, values)
         grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
         self.sources = gradient_sources(
             outputs, roots, dict(zip(map(gradient_role, (self.inputs[i] for i in needed)), leaves, strict=True))
