@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from ..system.cycle_collector import paused_collector
+from ..system.garbage import paused_collector
 from .sizes.size_inputs import SizeInputs
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
