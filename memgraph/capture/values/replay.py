@@ -52,7 +52,7 @@ class ReplayValues(ValueMode):
         known = self.constant(tensor)
         if known is not None:
             self._take("values", tensor, needed=False)
-            with _disable_current_modes(), torch._C.DisableTorchFunction():  # or it asks the trace's `tolist`
+            with _disable_current_modes():
                 return values_of(known)
         values = self._take("values", tensor).values
         EQUAL(tensor, list(values), guard=self._next())

@@ -47,12 +47,7 @@ def answering(mode: Mode) -> Iterator[Mode]:
     def shown(self: Tensor, **kwargs: Any) -> str:
         if get_ident() != thread or isinstance(self, FakeTensor):
             return text(self, **kwargs)
-        with (
-            _disable_current_modes(),
-            mock.patch.object(torch.Tensor, "item", ITEM),
-            mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
-            mock.patch.object(torch.Tensor, "tolist", TOLIST),
-        ):
+        with _disable_current_modes(), reading_as_in_eager():
             return text(self, **kwargs)
 
     with (
@@ -65,6 +60,17 @@ def answering(mode: Mode) -> Iterator[Mode]:
         mode,
     ):
         yield mode
+
+
+@contextmanager
+def reading_as_in_eager() -> Iterator[None]:
+    """Let torch answer in a block inside of `answering`."""
+    with (
+        mock.patch.object(torch.Tensor, "item", ITEM),
+        mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
+        mock.patch.object(torch.Tensor, "tolist", TOLIST),
+    ):
+        yield
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
