@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._autograd import _saved_tensors_hooks_set_tracing
 
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.python_random import PythonRandom
@@ -63,6 +64,16 @@ def eager_modes(modes: Modes) -> Iterator[None]:
         for kind, enabled, dtype in modes.autocast:
             stack.enter_context(torch.autocast(kind, dtype, enabled, modes.caches))
         yield
+
+
+@contextmanager
+def saved_tensor_hooks(are_off: bool) -> Iterator[None]:
+    """Turn hooks for saved tensors off in a block, as a trace does, or on again."""
+    before = _saved_tensors_hooks_set_tracing(are_off)
+    try:
+        yield
+    finally:
+        _saved_tensors_hooks_set_tracing(before)
 
 
 @dataclass(frozen=True, eq=False)
