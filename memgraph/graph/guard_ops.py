@@ -38,7 +38,6 @@ DYNAMIC: tuple[OpOverload, ...] = (
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
-    aten._pack_padded_sequence.default,
 )
 
 
