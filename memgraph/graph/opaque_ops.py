@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from .guard_ops import GuardFailed, ValueGuard
-from .result_layout import Layout
+from .result_layout import Layout, empty
 
 
 class MeasuredCost(NamedTuple):
@@ -124,13 +124,6 @@ def opaque_cost(node: fx.Node) -> MeasuredCost:
     """Return what an opaque op took when its part was measured."""
     target: OpOverload = node.target  # type: ignore[assignment]
     return _parts[int(node.args[-1])].cost(target)  # type: ignore[arg-type]
-
-
-def empty(form: Layout, device: torch.device) -> Tensor:
-    """Return an empty tensor of this layout."""
-    dtype, shape, strides = form
-    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _forward(tensors: Sequence[Tensor], part: int) -> list[Tensor]:
