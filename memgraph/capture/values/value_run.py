@@ -105,9 +105,8 @@ class _RestoreWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else ():
-            for tensor in written if isinstance(written, list | tuple) else [written]:
-                self._copy(tensor)
+        for tensor in tree_leaves(written_arguments(func, args, kwargs)) if isinstance(func, OpOverload) else ():
+            self._copy(tensor)
         return func(*args, **kwargs)
 
     @contextmanager
