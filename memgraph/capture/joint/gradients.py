@@ -51,6 +51,8 @@ def gradient_sources(
     outputs: Sequence[Tensor], roots: Sequence[int], leaves: Mapping[Output, Tensor | GradientEdge]
 ) -> dict[Output, frozenset[int]]:
     """Map each leaf to the outputs from which backward reaches it."""
+    if len(roots) == 1:
+        return dict.fromkeys(leaves, frozenset(roots))
     reached = {}
     for i in roots:
         nodes = reachable_nodes([outputs[i].grad_fn])
