@@ -33,8 +33,8 @@ def readable_lengths() -> Iterator[None]:
     """Replace the functions in this thread."""
     thread, vf = get_ident(), torch._VF
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (vf, "_pack_padded_sequence", _pack),
-        (vf, "_pad_packed_sequence", _pad),
+        *((owner, "_pack_padded_sequence", _pack) for owner in (torch, vf)),
+        *((owner, "_pad_packed_sequence", _pad) for owner in (torch, vf)),
         (torch, "ctc_loss", partial(_ctc_loss, torch.ctc_loss)),
         (torch, "tensor_split", partial(_tensor_split, torch.tensor_split)),
         (Tensor, "tensor_split", partial(_tensor_split, Tensor.tensor_split)),
