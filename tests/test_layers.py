@@ -30,7 +30,7 @@ OSS = (
 )
 PASSES = (
     {"passes"},
-    {"passes.search", "passes.deep"},
+    {"passes.search", "passes.deep", "passes.stages"},
     {"passes.lp"},
     {"passes.schedule", "passes.order"},
     {"passes.analysis", "passes.simulate"},

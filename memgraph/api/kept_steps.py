@@ -133,12 +133,10 @@ class KeptSteps:
         traces = earlier is None and self.planner.keeps_captures
         known = self.sizes.captured((guard, outputs), self._kept_steps()) if traces else None
         capture = self._general_capture(key) if traces and known is None else None
-        if capture is None and known is None and not is_new(key):
-            self._warn_of_kinds(args, kwargs)
         step = self.planner.step(args, kwargs, outputs, earlier, known or capture)
         if capture is not None and self._is_general(key, capture, step):
             self._kinds.forget(args, kwargs)
-        elif capture is not None:
+        elif capture is not None or (known is None and not is_new(key)):
             self._warn_of_kinds(args, kwargs)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)

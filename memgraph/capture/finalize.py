@@ -95,3 +95,5 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
             provenance = node.meta.get(PROVENANCE, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}
             node.meta = kept | {key: provenance[key] for key in ("phase", "where", "part") if key in provenance}
+        if node.op == "get_attr":  # in front of all ops, though backward alone may read it
+            node.meta["phase"] = "forward"

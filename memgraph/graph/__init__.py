@@ -22,5 +22,7 @@ fuse_updates        insert parameter updates into backward
 summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
 partition           joint graph -> forward and backward GraphModule
+gradient_sums       the ops that add up gradients of one parameter
+stage_graph         the graph of one pipeline stage
 inductor            compile segments of a graph
 """

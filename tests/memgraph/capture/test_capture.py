@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import memgraph
 from memgraph.capture.capture import capture
 from memgraph.graph.captured import Input, Output, Ref
 from memgraph.guards.module_proxy import WithLoss
@@ -251,3 +252,26 @@ def test_capture_leaves_no_trace_on_the_module() -> None:
             and not model.deep["log"]
             and not hasattr(model.linear, "weight_orig")
         )
+
+
+class Hooked(nn.Module):
+    """Backward alone reads a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), [torch.tensor([1.0, 2.0, 3.0, 4.0])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.register_hook(lambda gradient: gradient * self.scale[0])
+        return y.square().mean()
+
+
+def test_a_constant_that_backward_alone_reads_belongs_to_forward() -> None:
+    model, x = Hooked(), torch.randn(2, 4)
+    model(x).backward()
+    expected = model.layer.weight.grad
+    model.zero_grad()
+    memgraph.compile(model, "1MB")(x).backward()
+    assert expected is not None and model.layer.weight.grad is not None
+    assert torch.equal(model.layer.weight.grad, expected)

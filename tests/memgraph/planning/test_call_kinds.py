@@ -93,3 +93,12 @@ def test_a_warning_that_is_an_error_leaves_a_module_that_works() -> None:
         with pytest.raises(RuntimeWarning, match="dimension 0"):
             compiled(torch.ones(4, 4))
         assert compiled(torch.ones(4, 4)).shape == (4, 4)
+
+
+def test_calls_that_no_plan_fits_are_not_counted() -> None:
+    compiled, x = memgraph.compile(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), 8000), torch.ones(9, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(7):
+            with pytest.raises(memgraph.BudgetError):
+                compiled(x)

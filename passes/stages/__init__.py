@@ -1,0 +1,7 @@
+"""Pipeline stages: where a step is cut, and what each stage runs.
+
+places           the place of each op in the order of forward
+interval_costs   time and memory of every interval of places at once
+cut              the intervals that make the slowest stage as fast as can be
+stage_trace      the trace of one stage, with what it receives and sends
+"""

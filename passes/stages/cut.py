@@ -1,0 +1,188 @@
+"""Cut a step into stages, so that the slowest is as fast as can be within the budget of each.
+
+    four layers of 10, 10, 30 and 10 us, two stages    ->    the first two layers | the last two: 20 us, 40 us
+
+A dynamic program over (stage, border): f[k][j] = min over i of max(f[k - 1][i], us of the stage k from i to j).  The
+time of a stage that does not fit is at least that of recomputing what does not: a fractional knapsack.  Where `plan`
+is given, the stages of the best cut are planned, their times put in, and the best cut is looked for again, until it
+has been planned: then no cut is better.  Source of the recursion: AdaPipe (ASPLOS 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ..ir.arrays import Floats, Ints
+from ..ir.errors import BudgetError
+from .interval_costs import IntervalCosts
+
+ROUNDS = 32  # cuts that are planned, at most
+CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The ops at places `begin` to `end`, as the stage with this number, whose forward is open so often."""
+
+    number: int
+    begin: int
+    end: int
+    forwards: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a step.
+
+    Attributes:
+        us: the time of each stage for one micro-batch.
+        bound: no cut has a slowest stage that is faster.
+    """
+
+    stages: tuple[Stage, ...]
+    us: tuple[float, ...]
+    bound: float
+
+    @property
+    def slowest_us(self) -> float:
+        return max(self.us)
+
+    @property
+    def balance(self) -> float:
+        """Return the time of the slowest stage over the mean."""
+        return self.slowest_us * len(self.us) / sum(self.us) if sum(self.us) else 1.0
+
+
+PlanStage = Callable[[Stage], float]  # returns its time with a plan, and infinity if none fits
+
+
+def best_cut(
+    costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], plan: PlanStage | None = None,
+    offloads: bool = False,
+) -> Cut:  # fmt: skip
+    """Return the cut into as many stages as there are budgets.
+
+    Args:
+        budgets: bytes of each stage.
+        forwards: the forwards of each stage that are open at once.
+        plan: the time of a planned stage, the same whenever it is asked. Without it, the times are lower bounds.
+        offloads: True if a plan may offload, which may cost no time.
+
+    Raises:
+        ValueError: there are more stages than places to cut.
+        BudgetError: no cut fits; it says which stage needs how much.
+    """
+    if len(budgets) > len(costs.borders) - 1:
+        raise ValueError(f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}")
+    limits = zip(budgets, forwards, strict=True)
+    us = [_bounds(costs, budget, count, offloads) for budget, count in limits]
+    best: Cut | None = None
+    for _ in range(ROUNDS if plan is not None else 1):
+        bound, at = _search(us)
+        if not np.isfinite(bound):
+            break
+        cut = Cut(
+            _stages(costs, at, forwards),
+            tuple(float(t[i, j]) for t, (i, j) in zip(us, pairwise(at), strict=True)),
+            bound,
+        )
+        if plan is not None:
+            cut = replace(cut, us=tuple(map(plan, cut.stages)))
+            _put_in(us, at, cut.us)
+        if np.isfinite(cut.slowest_us) and (best is None or cut.slowest_us < best.slowest_us):
+            best = cut
+        if best is not None and best.slowest_us <= bound * CLOSE:
+            break
+    if best is None:
+        raise _too_small(costs, budgets)
+    return replace(best, bound=bound if np.isfinite(bound) else best.slowest_us)
+
+
+def balanced_cut(costs: IntervalCosts, begins: Sequence[int], forwards: Sequence[int]) -> Cut:
+    """Return the cut whose stages begin at these places.
+
+    Raises:
+        ValueError: the places do not rise, or the step can't be cut there.
+    """
+    at = [costs.borders.index(place) if place in costs.borders else -1 for place in (*begins, costs.borders[-1])]
+    if at[0] != 0 or any(i >= j for i, j in pairwise(at)):
+        raise ValueError(
+            f"stages can't begin at places {list(begins)}: the first is 0, and each has an op that computes"
+        )
+    us = tuple(float(costs.us[i, j]) for i, j in pairwise(at))
+    return Cut(_stages(costs, at, forwards), us, max(us))
+
+
+def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) -> tuple[Stage, ...]:
+    borders = [costs.borders[i] for i in at]
+    return tuple(Stage(k, i, j, forwards[k]) for k, (i, j) in enumerate(pairwise(borders)))
+
+
+def _put_in(us: Sequence[Floats], at: Sequence[int], times: Sequence[float]) -> None:
+    """Put in the times of planned stages. One that does not fit rules out all that contain it."""
+    for k, ((i, j), time) in enumerate(zip(pairwise(at), times, strict=True)):
+        if np.isfinite(time):
+            us[k][i, j] = time
+        else:
+            us[k][: i + 1, j:] = np.inf
+
+
+def _bounds(costs: IntervalCosts, budget: float, forwards: int, offloads: bool) -> Floats:
+    """Return [i, j): a lower bound of the stage's time within a budget; infinite where nothing fits."""
+    size = len(costs.borders)
+    us = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], costs.us, np.inf)
+    us[costs.resident > budget] = np.inf
+    excess = costs.resident + forwards * costs.saved - budget
+    for i, j in np.argwhere((excess > 0) & np.isfinite(us)) if not offloads else ():
+        us[i, j] += _recompute_us(costs, int(i), int(j), float(excess[i, j]) / forwards)
+    return us
+
+
+def _recompute_us(costs: IntervalCosts, i: int, j: int, nbytes: float) -> float:
+    """Return the least time to recompute so many bytes, part of the last op; infinite if there are fewer."""
+    cells, sizes, times = costs.makers
+    inside = (cells >= i) & (cells < j)
+    sizes, times = sizes[inside], times[inside]
+    total = np.cumsum(sizes)
+    last = int(np.searchsorted(total, nbytes))
+    if last >= len(total):
+        return float("inf")
+    before = total[last - 1] if last else 0.0
+    return float(times[:last].sum() + times[last] * (nbytes - before) / max(sizes[last], 1.0))
+
+
+def _search(us: Sequence[Floats]) -> tuple[float, list[int]]:
+    """Return the time of the slowest stage and the borders of the best cut; of equal ones, that of the least sum."""
+    slowest, total = np.full(len(us[0]), np.inf), np.full(len(us[0]), np.inf)
+    slowest[0] = total[0] = 0.0
+    came: list[Ints] = []
+    for times in us:
+        reached = np.maximum(slowest[:, None], times)
+        slowest = reached.min(axis=0)
+        sums = np.where(reached <= slowest[None, :], total[:, None] + times, np.inf)
+        came.append(sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    at = [len(us[0]) - 1]
+    for before in reversed(came):
+        at.append(int(before[at[-1]]))
+    return float(slowest[-1]), at[::-1]
+
+
+def _too_small(costs: IntervalCosts, budgets: Sequence[float]) -> BudgetError:
+    """Return the error that names the stage that lacks most, in the cut in which that is least."""
+    size = len(costs.borders)
+    valid = np.arange(size)[:, None] < np.arange(size)[None, :]
+    lacks = [np.where(valid, np.maximum(costs.resident - budget, 0.0), np.inf) for budget in budgets]
+    _, at = _search(lacks)
+    k = max(range(len(budgets)), key=lambda k: lacks[k][at[k], at[k + 1]])
+    least = int(costs.resident[at[k], at[k + 1]])
+    return BudgetError(
+        f"no cut into {len(budgets)} stages keeps the budgets: stage {k} is allowed {int(budgets[k])} bytes, and its "
+        f"parameters and gradients alone take {least}; give it more, or take more stages",
+        int(budgets[k]),
+        least,
+    )

@@ -1,0 +1,107 @@
+"""The place of each op: a stage is an interval of places, in forward and in backward.
+
+    0  a = mm(x, w)        5  gw = mm(ga, x)     place 0, like a
+    1  b = relu(a)         4  ga = relu_backward(d, b)    place 1
+    2  c = sum(b)          3  d = expand(t)      place 2
+
+A forward op is at its own index.  A backward op is at the forward op that it is the derivative of: the earliest last
+use of a value that it reads.  Places fall along backward, so that backward of a stage is one run of the captured order,
+and gradients flow from later stages to earlier ones only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..ir.arrays import Ints
+from ..ir.trace import Op, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The places of a trace of forward and backward, without an update."""
+
+    trace: Trace
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Map each storage to the op (by index) that makes it."""
+        return {made.name: i for i, op in enumerate(self.trace.ops) for made in op.makes}
+
+    @cached_property
+    def reads(self) -> tuple[frozenset[str], ...]:
+        """Return the storages that each op reads."""
+        return tuple(frozenset(s for read in op.reads for s in self.trace.op[read].holds) for op in self.trace.ops)
+
+    @cached_property
+    def place(self) -> Ints:
+        """Return the place of each op.  That of an input says nothing, as each stage that reads it has it."""
+        trace, boundary = self.trace, self.trace.boundary
+        place = np.arange(len(trace.ops))
+        level = boundary - 1
+        for i in range(boundary, len(trace.ops)):
+            if not trace.ops[i].is_input:
+                used = [self._last_use[s] for s in self.reads[i] if s in self._last_use]
+                level = max(self._latest_producer[i], min([level, *used]))
+            place[i] = level
+        return place
+
+    @cached_property
+    def _latest_producer(self) -> Ints:
+        """Return, for each op, the last forward op that makes anything read from here on."""
+        latest = np.full(len(self.trace.ops) + 1, -1)
+        for i in range(len(self.trace.ops) - 1, self.trace.boundary - 1, -1):
+            made = (self.producer[s] for s in self.reads[i])
+            forward = (j for j in made if j < self.trace.boundary and not self.trace.ops[j].is_input)
+            latest[i] = max([latest[i + 1], *forward])
+        return latest[:-1]
+
+    @cached_property
+    def _last_use(self) -> dict[str, int]:
+        """Map each storage to the last forward op that reads it; inputs only if one op alone computes with them."""
+        uses: dict[str, list[int]] = {}
+        for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
+            if not op.is_input:
+                for storage in self.reads[i]:
+                    uses.setdefault(storage, []).append(i)
+        return {s: found[-1] for s, found in uses.items() if not self._is_input(s) or self._is_used_once(found)}
+
+    def _is_input(self, storage: str) -> bool:
+        return self.trace.ops[self.producer[storage]].is_input
+
+    def _is_used_once(self, uses: list[int]) -> bool:
+        return sum(computes(self.trace.ops[i]) for i in uses) == 1
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Map each storage to the places of the forward ops and of the backward ops that compute with it."""
+        uses: dict[str, tuple[list[int], list[int]]] = {}
+        for i, op in enumerate(self.trace.ops):
+            if computes(op):
+                for storage in self.reads[i]:
+                    uses.setdefault(storage, ([], []))[i >= self.trace.boundary].append(int(self.place[i]))
+        return uses
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Return the forward ops before which the step may be cut: those that compute, but for a first one."""
+        ops = [i for i, op in enumerate(self.trace.ops[: self.trace.boundary]) if computes(op)]
+        return tuple(i for i in ops[1:] if not any(first < i <= last for first, last in self._written))
+
+    @cached_property
+    def _written(self) -> list[tuple[int, int]]:
+        """Return, for each op that writes in place, the first op that uses what it writes, and itself."""
+        spans = []
+        for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
+            if not op.is_input and not op.makes and computes(op):
+                uses = [j for j in range(i) if set(op.holds) & (self.reads[j] | set(self.trace.ops[j].holds))]
+                spans.append((min((j for j in uses if not self.trace.ops[j].is_input), default=i), i))
+        return spans
+
+
+def computes(op: Op) -> bool:
+    """Return False for inputs, and for views and items of another value, which cost nothing."""
+    return not op.is_input and (bool(op.makes) or op.once)
