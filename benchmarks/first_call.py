@@ -28,16 +28,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.capture import capture
+from benchmarks.phases import Phases
+from memgraph.capture import trace_call
 from memgraph.planning import assembly, planner, pricing, search, step_graph
 
 Call = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
 
 # In the order in which they are shown.  What one of them calls of another counts for the other alone.
 PHASES: tuple[tuple[str, Any, str], ...] = (
-    ("trace", capture, "trace_joint"),
-    ("functionalize", capture, "functionalize"),
-    ("finalize", capture, "finalize_graph"),
+    ("trace", trace_call, "trace_joint"),
+    ("functionalize", trace_call, "functionalize"),
+    ("finalize", trace_call, "finalize_graph"),
     ("capture, rest", planner, "capture_step"),
     ("grads", step_graph, "accumulate_grads"),
     ("price", pricing.Pricing, "__call__"),
@@ -134,27 +135,11 @@ def facts_of(name: str, budget: int) -> dict[str, Any]:
 @contextmanager
 def _timed_phases() -> Iterator[dict[str, float]]:
     """Measure the CPU seconds of each phase, without those of phases inside it."""
-    seconds = {phase: 0.0 for phase, _, _ in PHASES}
-    inner: list[float] = []
-
-    def timed(phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
-            inner.append(0.0)
-            try:
-                return work(*args, **kwargs)
-            finally:
-                whole = time.process_time() - began
-                seconds[phase] += whole - inner.pop()
-                if inner:
-                    inner[-1] += whole
-
-        return run
-
+    phases = Phases(phase for phase, _, _ in PHASES)
     with ExitStack() as stack:
         for phase, owner, name in PHASES:
-            stack.enter_context(mock.patch.object(owner, name, timed(phase, getattr(owner, name))))
-        yield seconds
+            stack.enter_context(mock.patch.object(owner, name, phases.timed(phase, getattr(owner, name))))
+        yield phases.seconds
 
 
 def _in_process(name: str, budget: int) -> dict[str, Any]:

@@ -27,11 +27,12 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
-from memgraph.capture import trace_joint
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
+from memgraph.capture.joint import trace_joint
 from memgraph.graph.nodes import tensors
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile.op_profiler import is_view
+from memgraph.tensors.loss_outputs import select_losses
 from passes import Trace
 from tests.support import models as nets
 

@@ -20,10 +20,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.graph.gradient_sums import gradient_sums
 from memgraph.graph.summarize import summarize
 from memgraph.profile.op_profiler import OpProfiler
+from memgraph.tensors.loss_outputs import select_losses
 from passes import BudgetError, Machine, Trace, make_plan
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 from passes.stages.cut import Cut, Stage, best_cut

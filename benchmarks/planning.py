@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
@@ -25,6 +25,7 @@ from memgraph.options.compile_options import CompileOptions
 from memgraph.planning.planner import Planner
 from memgraph.profile.machine_profile import measure_links
 from memgraph.profile.op_profiler import OpProfiler
+from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, make_plan, predict
 
 

@@ -23,9 +23,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.phases import Phases
+
 PHASES = {  # function that takes the time -> what it does; the rest counts for the function that calls it
     ("memgraph.planning.step_graph", "captured_call"): "capture",
-    ("memgraph.capture.capture", "find_capture"): "capture: rehearsed and read",
+    ("memgraph.capture.trace_call", "find_capture"): "capture: rehearsed and read",
     ("memgraph.planning.pricing.Pricing", "__call__"): "price",
     ("memgraph.planning.search.PlanSearch", "__call__"): "plan",
     ("memgraph.planning.planner.Planner", "_accumulated"): "plan the call that adds to gradients",
@@ -75,17 +77,16 @@ def first_call(layers: int, length: int, share: float) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
     ids = torch.randint(0, 50257, (1, length))
     compiled = memgraph.compile(model, budget=_budget(model, ids, share))
-    measured = dict.fromkeys(PHASES.values(), 0.0)
+    phases = Phases(PHASES.values())
     for (owner, name), phase in PHASES.items():
-        _count(owner, name, phase, measured)
+        _count(owner, name, phase, phases)
     result = timed(seconds, "the first call", lambda: compiled(ids, labels=ids))
     timed(seconds, "its backward", result.loss.backward)
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.grad.numpy().tobytes())
-    print(
-        json.dumps({**seconds, **{f"  {name}": spent for name, spent in measured.items()}, "bits": digest.hexdigest()})
-    )
+    inner = {f"  {name}": spent for name, spent in phases.seconds.items()}
+    print(json.dumps({**seconds, **inner, "bits": digest.hexdigest()}))
 
 
 def _import() -> None:
@@ -114,30 +115,14 @@ def timed(seconds: dict[str, float], name: str, work: Callable[[], Any]) -> Any:
     return result
 
 
-_running: list[float] = []  # for each phase that runs, the seconds of phases inside it
-
-
-def _count(owner: str, name: str, phase: str, seconds: dict[str, float]) -> None:
-    """Count the seconds of a function without those of others that are counted."""
+def _count(owner: str, name: str, phase: str, phases: Phases) -> None:
+    """Count the seconds of a function for a phase."""
     import importlib
 
     module, _, kind = owner.rpartition(".") if owner.rpartition(".")[2][0].isupper() else (owner, "", "")
     where: Any = importlib.import_module(module)
     where = getattr(where, kind) if kind else where
-    function = getattr(where, name)
-
-    def counted(*given: Any, **named: Any) -> Any:
-        begin = time.process_time()
-        _running.append(0.0)
-        try:
-            return function(*given, **named)
-        finally:
-            spent, inside = time.process_time() - begin, _running.pop()
-            seconds[phase] += spent - inside
-            if _running:
-                _running[-1] += spent
-
-    setattr(where, name, counted)
+    setattr(where, name, phases.timed(phase, getattr(where, name)))
 
 
 if __name__ == "__main__":

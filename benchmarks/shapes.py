@@ -29,9 +29,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.api.compiled_module import CompiledModule
-from memgraph.capture import capture
-from memgraph.capture.trace_joint import trace_joint
+from memgraph.api.kept_steps import KeptSteps
+from memgraph.capture import trace_call
+from memgraph.capture.joint.trace_joint import trace_joint
 
 ROWS, WORDS, LONGEST = 8, 1000, 192
 SHARE = 0.75  # of what the longest batch needs without a plan
@@ -138,7 +138,7 @@ class Counts:
 @contextmanager
 def counting() -> Iterator[Counts]:
     """Time what is planned, and count what is traced."""
-    counts, plan, trace = Counts(), CompiledModule._new_step, trace_joint
+    counts, plan, trace = Counts(), KeptSteps._new_step, trace_joint
 
     def timed(*args: Any) -> Any:
         began = time.process_time()
@@ -150,7 +150,7 @@ def counting() -> Iterator[Counts]:
         counts.traces += 1
         return trace(*args)
 
-    with mock.patch.object(CompiledModule, "_new_step", timed), mock.patch.object(capture, "trace_joint", counted):
+    with mock.patch.object(KeptSteps, "_new_step", timed), mock.patch.object(trace_call, "trace_joint", counted):
         yield counts
 
 

@@ -1,7 +1,8 @@
 """The public functions: compile a module, plan it without a step, sweep budgets, save and load a training.
 
 compiler             compile() and plan(): read the options, return a module or a report
-compiled_module      CompiledModule: find the step of a call by its signature, or plan it, then run it
+compiled_module      CompiledModule: run the step of a call
+kept_steps           the steps of a module's calls, found by signature or planned
 budget_sweep         sweep(): the time of a step for every budget
 shapes_only          tensors without bytes as arguments of plan() and sweep()
 training_state       save_state() and load_state(): model, optimizer and random numbers in one file

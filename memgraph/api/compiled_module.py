@@ -1,58 +1,36 @@
 """The module that `memgraph.compile` returns: the given one, with a step that stays within the budget.
 
-    model(x)    ->  the step for calls like this, planned now or kept; its forward runs, and autograd runs its backward
-
-Steps are kept by signature; the least recently used one is dropped first.  Its plan stays in `planning/plan_cache.py`.
+model(x)    ->  the step for calls like this, planned now or kept; its forward runs, and autograd runs its backward
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..capture.float_capture import FloatCapture
-from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
-from ..capture.sizes.size_capture import SizeCapture
+from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
 from ..graph.counters import advance
-from ..graph.guard_ops import GuardFailed, ValueGuard
-from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
-from ..guards.signature import has_gradients, signature, with_attributes
 from ..options.compile_options import CompileOptions
-from ..planning.call_kinds import CallKinds
-from ..planning.capture_cache import CaptureCache, EarlierCapture
-from ..planning.counter_keys import CounterKeys
-from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
-from ..planning.size_keys import SizeKeys
-from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
 from ..report.report import Report
-from ..report.tables import mb
 from ..runtime.autograd_function import UnplannedGradient
 from ..runtime.eager_fallback import eager_gradients
-from ..runtime.step import Step
-from ..system.locks import PLANNING_LOCK, read_when_not_capturing
+from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
-from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
-from ..tensors.pytree import Spec, flatten, tensors_of
+from ..tensors.loss_outputs import select_all, select_scalars
+from ..tensors.pytree import flatten
+from .kept_steps import KeptSteps, Key
 
-PLANS = 8  # steps that are always kept
-NODES = 10_000  # in their graphs: more steps are kept while they have fewer; a node takes about 5 kB
-LEAST = 50  # nodes that each step counts for besides its own
-LOG = logging.getLogger(__name__)
-
-Key = tuple[Hashable, bool, OutputSelector]  # the guard, whether gradients exist, the outputs that backward starts from
 ONCE = "this one step runs the plain module, outside of the budget, and later steps are planned for"
 MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
 LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
@@ -66,13 +44,8 @@ class CompiledModule(ModuleProxy):
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
+        self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None}
         self.__dict__["_outputs"] = planner.options.outputs
-        self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
-        self.__dict__["_captures"] = CaptureCache()
-        self.__dict__ |= {"_floats": FloatKeys(self._attributes, self._captures), "_sizes": SizeKeys()}
-        self.__dict__["_variants"] = ValueVariants()
-        self.__dict__["_counters"] = CounterKeys(self._attributes)
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -100,7 +73,7 @@ class CompiledModule(ModuleProxy):
 
         Calls differ in kind if they differ in shapes, if they add to gradients or make them, or if they make none.
         """
-        return tuple(step.current_report for step in list(self._steps.values()))
+        return tuple(step.current_report for step in list(self._kept.steps.values()))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -143,16 +116,9 @@ class CompiledModule(ModuleProxy):
         refuse_transforms()
         self.refuse_partial_update()
         leaves, spec = flatten((args, kwargs))
-        tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
+        tensors, key = read_when_not_capturing(self._module, lambda: self._kept.read(spec, leaves, self._outputs))
         refuse_duals(tensors)
-        key, tried = self._variants.latest(key), list[Sequence[ValueGuard]]()
-        while True:
-            try:
-                return self._run(args, kwargs, tensors, key)
-            except GuardFailed as failure:
-                refuse_unstable(key, failure)
-                tried.append(failure.guards)
-                key = self._variants.others(key, tried, failure)
+        return self._kept.until_guards_hold(key, partial(self._run, args, kwargs, tensors))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], call: Key) -> Any:
         """Run the step of a call.
@@ -160,14 +126,14 @@ class CompiledModule(ModuleProxy):
         Raises:
             GuardFailed: it was captured for other values. Nothing has changed.
         """
-        step, floats = self._step(args, kwargs, call)
+        step, floats = self._kept.step(args, kwargs, call)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
-        self._variants.note_use(call, captured.guards)
+        self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
@@ -187,98 +153,6 @@ class CompiledModule(ModuleProxy):
         if self._planner.state.sharded is not None:
             self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
-    def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
-        """Return all tensors that a call reads, and the key of its step."""
-        parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
-        owned = [*parameters, *buffers]
-        guard = signature(self._module, owned, spec, leaves, self._attributes)
-        tensors = [*owned, *tensors_of(leaves)]
-        adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
-        guard = self._counters.general(guard)
-        return tensors, ((guard, (self._planner.state.key(), ())), adds, self._outputs)
-
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
-        """Return the step of a call, kept or planned now, and the floats that it takes."""
-        key, floats = self._floats.lookup(call, self._steps)
-        step: Step | None = self._steps.get(key)
-        if step is None or step.needs_replan:
-            return self._planned(args, kwargs, call)
-        with suppress(KeyError):  # another thread may have dropped it by now
-            self._steps.move_to_end(key)
-        return step, floats
-
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
-        steps: OrderedDict[Key, Step] = self._steps
-        with PLANNING_LOCK:
-            key, floats = self._floats.lookup(call, steps)
-            if key not in steps:  # another thread may have planned it by now
-                new = self._new_step(args, kwargs, key)
-                captured = new.parts.captured
-                call, key = (self._counters.add(known, captured.counters, self._module) for known in (call, key))
-                call, key = self._without_changed_attributes(captured, call, key)
-                call, key = (self._variants.add(known, new.parts.captured.guards) for known in (call, key))
-                key, floats = self._floats.add(call, key, new, steps)
-                if warning := self._variants.warning(key, new.parts.captured.guards):
-                    warn_user(warning)
-            if steps[key].needs_replan and steps[key].report.plan:
-                LOG.info("a better plan is searched for, with the times that the step's own ops took")
-            step = steps[key] = steps[key].replanned()
-            steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
-            while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                (guard, _, outputs), dropped = steps.popitem(last=False)
-                if self._planner.keeps_captures:
-                    self._captures.add((guard, outputs), dropped.parts.captured)
-            return step, floats
-
-    def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
-        """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
-        changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
-        if key != call or not self._attributes.ignore(changed):
-            return call, key
-        (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
-        call = (with_attributes(guard, self._attributes), state), adds, outputs
-        return call, call
-
-    def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
-        """Plan a step, and log why that happens and how long it took."""
-        LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
-        guard, adds, outputs = key
-        similar = self._steps.get((guard, not adds, outputs))
-        earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
-        traces = earlier is None and self._planner.keeps_captures
-        known = self._sizes.captured((guard, outputs), self._kept_steps()) if traces else None
-        capture = self._general_capture(key) if traces and known is None else None
-        step = self._planner.step(args, kwargs, outputs, earlier, known or capture)
-        if capture is not None and self._is_general(key, capture, step):
-            self._kinds.forget(args, kwargs)
-        elif capture is not None or (known is None and not is_new(key)):
-            self._warn_of_kinds(args, kwargs)
-        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
-        LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
-        return step
-
-    def _general_capture(self, key: Key) -> FloatCapture | SizeCapture | None:
-        """Return a capture that may serve other calls too, if one of these is known."""
-        floats = self._floats.capture_for(key, self._steps)
-        if floats is not None:
-            return floats
-        kept = [(key, step.parts.captured) for key, step in self._kept_steps()]
-        return self._sizes.capture_for((key[0], key[2]), [*kept, *self._captures.items()])
-
-    def _kept_steps(self) -> list[tuple[Any, Step]]:
-        """Return the steps with what their captures depend on, the latest first."""
-        return [((guard, outputs), step) for (guard, _, outputs), step in reversed(self._steps.items())]
-
-    def _is_general(self, key: Key, capture: FloatCapture | SizeCapture, step: Step) -> bool:
-        if isinstance(capture, SizeCapture):
-            return self._sizes.note((key[0], key[2]), capture)
-        return self._floats.are_inputs(key, capture, step)
-
-    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count one more kind of calls, and warn if there are ever more."""
-        if warning := self._kinds.warning(args, kwargs):
-            warn_user(warning)
-
     def _unplanned(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
         """Return what to do when gradients arrive for other outputs than planned."""
         if len(captured.differentiable) == len(captured.tangents) and not captured.speculative_outputs:
@@ -296,14 +170,6 @@ class CompiledModule(ModuleProxy):
             return differentiate(tangents)
 
         return run
-
-
-def _weight(step: Step) -> int:
-    """Return the nodes that a step counts for; more, if it holds memory or slots in a tier."""
-    halves = step.parts.halves.forward, step.parts.halves.backward
-    nodes = LEAST + sum(len(half.graph.nodes) for half in halves if half is not None)
-    resources = step.parts.tier, step.parts.state_slots, step.cuda_graphs
-    return nodes if all(resource is None for resource in resources) else max(nodes, NODES // PLANS)
 
 
 def _refuse_unplanned(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -2,23 +2,22 @@
 
 saved                 captures of earlier processes
 capture               capture(): the whole way, as below
+tracer                trace a call until its values and opaque submodules are known
+trace_call            trace a call once, and make its graph
 call                  take a call apart into tensors and constants
 fake_tensors          fake tensors, torch's modes and random generators around a trace
 constant_fake_mode    fake tensors with known values where no input affects them
-host_lengths          lengths that torch reads on the host, as guards
+values                values that Python asks for
 user_checkpoint       torch.utils.checkpoint and fused layers in a trace
-trace_joint           first trace: forward and backward, op by op
-float_inputs          floats of a call that become inputs of the graph
-float_capture         capture with these, compared with a capture in which they are constants
-sizes                captures in which lengths are symbols
-type_checks           find code that checks the type or identity of a float
+joint                 first trace: forward and backward, op by op
+floats                captures in which floats are inputs
+sizes                 captures in which lengths are symbols
 inplace               in-place ops on temporaries as functional ops
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients
+assemble              a `Captured` from the graph and its roles
 graph_writer          insert nodes where forward ends
 reinplace             write to buffers in place where eager does
-leaf_inputs           inputs that forward may change in place though they require a gradient
-prod_gradient         the gradient of torch.prod as in eager
 reentrant_forward     whether forward can run a second time
 constants             tensors that a step reads besides its inputs
 python_state          draws, counters and other Python state that forward changes

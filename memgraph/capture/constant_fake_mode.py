@@ -31,9 +31,9 @@ from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storage
 from ..graph.op_descriptions import describe
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
-from .float_inputs import with_values
+from .floats.float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
-from .value_modes import Answer
+from .values.questions import Answer
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"

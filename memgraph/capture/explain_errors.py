@@ -26,7 +26,7 @@ from ..errors import CaptureError
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
-from .value_modes import ValuesNeeded
+from .values.questions import ValuesNeeded
 
 
 class Explanation(NamedTuple):

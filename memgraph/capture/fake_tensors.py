@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
@@ -20,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from ..system.cycle_collector import paused_collector
+from ..opaque.eager_state import saved_tensor_hooks
+from ..system.garbage import paused_collector
 from .sizes.size_inputs import SizeInputs
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
@@ -40,7 +40,8 @@ def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(_without_saved_tensor_hooks())
+        # The caller's, such as those of a checkpoint around the call, are for real tensors.
+        stack.enter_context(saved_tensor_hooks(are_off=True))
         # A submodule that the user compiled runs as it is.
         stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         yield
@@ -50,16 +51,6 @@ def _clear_full_cache() -> None:
     """Clear torch's cache of ops on fake tensors once it is full: it grows with each new shape of a call."""
     if len(FakeTensorMode.cache) > MAX_CACHED_OPS:
         FakeTensorMode.cache_clear()
-
-
-@contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """Disable the caller's hooks, such as those of a checkpoint around the call: they are for real tensors."""
-    before = _saved_tensors_hooks_set_tracing(True)
-    try:
-        yield
-    finally:
-        _saved_tensors_hooks_set_tracing(before)
 
 
 @contextmanager

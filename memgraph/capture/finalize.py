@@ -34,8 +34,8 @@ from ..graph.provenance import PROVENANCE
 from .constants import drop_unread_constants
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
+from .joint.joint_graph import JointGraph
 from .reinplace import reinplace
-from .trace_joint import JointGraph
 
 # A gradient that autograd passes on is "watched": it can't be offloaded.
 RESULT_KINDS = {"output": "output", "gradient": "gradient", "input_gradient": "watched"}

@@ -27,11 +27,12 @@ from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
 from ..graph.tensor_numbers import CopiedNumbers
 from ..tensors.traced_size import with_sizes
+from .call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
-from .float_inputs import with_stand_ins
+from .floats.float_inputs import with_stand_ins
 from .inplace import replace_inplace
-from .trace_joint import JointGraph
+from .joint.joint_graph import JointGraph
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,14 @@ class FunctionalGraph:
     changed: dict[int, fx.Node]
 
 
-def functionalize(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
+def functionalize(joint: JointGraph, call: Call) -> FunctionalGraph:
     """Return the same step without in-place changes."""
+    functional = _functional(joint, call.module)
+    _refuse_shared(call, functional.changed)
+    return functional
+
+
+def _functional(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
     if replace_inplace(joint.graph.graph, joint.mode):
         results, assigned = _split_results(joint.graph, len(joint.outputs))
         return FunctionalGraph(joint.graph, results, dict(zip(joint.assigned, assigned, strict=True)))
@@ -162,3 +169,13 @@ def _set_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:
 def _split_results(graph: fx.GraphModule, count: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     results = tuple(returned_values(graph.graph))
     return results[:count], results[count:]
+
+
+def _refuse_shared(call: Call, changed: dict[int, fx.Node]) -> None:
+    """Raise if forward changes a tensor that shares memory with another: the graph would not see the change there."""
+    storages = [tensor.untyped_storage()._cdata for tensor in call.tensors]
+    for i in changed:
+        for j, role in enumerate(call.inputs):
+            if i != j and storages[i] == storages[j]:
+                names = f"{call.inputs[i].label} in place, which shares its memory with {role.label}"
+                raise CaptureError(f"forward changes {names}: clone one of them")

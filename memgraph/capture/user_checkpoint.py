@@ -23,10 +23,9 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
 
 from ..errors import CaptureError
-from ..graph.guard_ops import TOLIST
 from .python_state.refuse_reseeding import allow_reseeding
 from .python_state.refused_draws import allow_python_random
-from .value_modes import IS_NONZERO, ITEM
+from .values.tensor_reads import reading_as_in_eager
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -64,14 +63,7 @@ def eager_checkpoint() -> Iterator[None]:
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
-    with (
-        allow_reseeding(),
-        allow_python_random(),
-        eager_checkpoint(),
-        mock.patch.object(torch.Tensor, "item", ITEM),
-        mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
-        mock.patch.object(torch.Tensor, "tolist", TOLIST),
-    ):
+    with allow_reseeding(), allow_python_random(), eager_checkpoint(), reading_as_in_eager():
         yield
 
 

@@ -12,6 +12,9 @@ host_draws          draws with `random` and numpy as ops
 first_draws         coins before all other ops
 counters            numbers with which forward counts
 packed_ops          pack rows of several lengths, and pad them
+guard_ops           guards on values of tensors, as ops
+opaque_ops          submodules that run as they are, as ops
+define_op           define an op that is the same on every device
 op_descriptions     results of ops that torch describes wrongly or not at all
 ops                 runtime ops: offload, reload, wait, free, update, collectives
 accumulate_grads    add gradients to .grad, and over micro-batches, inside backward

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
+from .define_op import define_op
 from .nodes import all_storages, allocates_nothing, aten, fake_result, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
@@ -37,10 +37,6 @@ COPY_STORAGES = (
 )
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
-_library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
-_library.define("sum_rows(Tensor x, Tensor mask, int[] dims, bool keepdim) -> Tensor")
-_library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
-_library.define(str(CTC._schema).replace("aten::_ctc_loss.Tensor", "ctc_loss"))
 
 
 def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
@@ -52,9 +48,9 @@ def use_surrogates(graph: fx.Graph) -> None:
     """Let recurrent layers that were traced in grad mode run in grad mode, and fix the sizes of results."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         if node.meta["val"][3].numel():
-            node.target = torch.ops.memgraph_surrogates.rnn_layer.default
+            node.target = RNN_LAYER
     for node in graph.find_nodes(op="call_function", target=CTC):
-        node.target = torch.ops.memgraph_surrogates.ctc_loss.default
+        node.target = CTC_LOSS
 
 
 def longest_target(targets: Tensor) -> int:
@@ -121,16 +117,15 @@ def _fake_ctc_loss(*args: Any) -> Any:
     return CTC(*args)  # described in `op_descriptions`
 
 
-_SURROGATES = (
-    ("laid", copy_with_strides, copy_with_strides),
-    ("sum_rows", _sum_rows, _fake_sum_rows),
-    ("rnn_layer", _rnn_layer, _fake_rnn_layer),
-    ("ctc_loss", _ctc_loss, _fake_ctc_loss),
+COPY_WITH_STRIDES = define_op(
+    _library, "laid(Tensor x, SymInt[] stride) -> Tensor", copy_with_strides, copy_with_strides
 )
-for _name, _run, _fake in _SURROGATES:
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
-SUM_ROWS: OpOverload = torch.ops.memgraph_surrogates.sum_rows.default
-
-
-COPY_WITH_STRIDES = torch.ops.memgraph_surrogates.laid.default
+SUM_ROWS = define_op(
+    _library, "sum_rows(Tensor x, Tensor mask, int[] dims, bool keepdim) -> Tensor", _sum_rows, _fake_sum_rows
+)
+RNN_LAYER = define_op(
+    _library, str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"), _rnn_layer, _fake_rnn_layer
+)
+CTC_LOSS = define_op(
+    _library, str(CTC._schema).replace("aten::_ctc_loss.Tensor", "ctc_loss"), _ctc_loss, _fake_ctc_loss
+)

@@ -1,6 +1,6 @@
 """Numbers on the module that each forward changes by the same formula.
 
-    self.calls += 1   ->   Counter("", "calls", ("add", ("attribute", "", "calls"), ("number", 1)))
+    self.calls += 1   ->   Counter("", "calls", Operation("add", (Variable(("", "calls")), 1)))
 
 The graph is the same for any value of these, so a new value needs no capture.  Each run of a step evaluates the
 formulas after its forward.
@@ -8,38 +8,29 @@ formulas after its forward.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {name: getattr(operator, name) for name in ("add", "sub", "mul")}
-Formula = tuple[Any, ...]  # ("attribute", path, name), ("number", value), or an operator with two formulas
+from ..tensors.expressions import Part, evaluate, variables
 
 
 @dataclass(frozen=True)
 class Counter:
-    """An attribute of the submodule at `path`, and its value after forward."""
+    """An attribute of the submodule at `path`, and its value after forward.
+
+    The variables of the formula are attributes, by path and name.
+    """
 
     path: str
     name: str
-    formula: Formula
+    formula: Part
 
 
 def advance(module: nn.Module, counters: Sequence[Counter]) -> None:
     """Change the counters as one forward does."""
-    values = [_value(counter.formula, module) for counter in counters]
-    for counter, value in zip(counters, values, strict=True):
-        vars(module.get_submodule(counter.path))[counter.name] = value
-
-
-def _value(formula: Formula, module: nn.Module) -> Any:
-    kind, *operands = formula
-    if kind == "number":
-        return operands[0]
-    if kind == "attribute":
-        path, name = operands
-        return vars(module.get_submodule(path))[name]
-    return OPERATORS[kind](*(_value(operand, module) for operand in operands))
+    keys = {key for counter in counters for key in variables(counter.formula)}
+    numbers = {(path, name): vars(module.get_submodule(path))[name] for path, name in keys}
+    for counter in counters:
+        vars(module.get_submodule(counter.path))[counter.name] = evaluate(counter.formula, numbers)

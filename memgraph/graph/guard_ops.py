@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from .define_op import define_op
 from .nodes import GUARDS, UNGUARDED, aten, is_guard
 from .ops import agree_with_ranks, is_in_step
 
@@ -38,7 +39,6 @@ DYNAMIC: tuple[OpOverload, ...] = (
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
-    aten._pack_padded_sequence.default,
 )
 
 
@@ -190,26 +190,14 @@ def _sized_schema(op: OpOverload) -> str:
     arguments, results = str(op._schema).partition("(")[2].split(") -> ", 1)
     star = "" if "*, " in arguments else "*, "
     extra = f"{star}int[] sizes, int[] strides, ScalarType[] dtypes, int guard"
-    return f"{_sized_name(op)}({arguments}, {extra}) -> {results}"
-
-
-def _sized_name(op: OpOverload) -> str:
-    return op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
+    name = op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
+    return f"{name}({arguments}, {extra}) -> {results}"
 
 
 _library = torch.library.Library(GUARDS, "DEF")
-_library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
-_library.define("agree(Tensor x, *, int guard) -> ()")
-for _name, _run in (("equal", _equal), ("agree", _agree)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_guards::{_name}", _nothing, lib=_library)
-for _op in DYNAMIC:
-    _library.define(_sized_schema(_op))
-    _library.impl(_sized_name(_op), partial(_run_sized, _op), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_guards::{_sized_name(_op)}", partial(_fake_sized, _op), lib=_library)
-
-EQUAL: OpOverload = torch.ops.memgraph_guards.equal.default
-AGREE: OpOverload = torch.ops.memgraph_guards.agree.default  # behind the last guard of forward
-SIZED: dict[OpOverload, OpOverload] = {
-    op: getattr(torch.ops.memgraph_guards, _sized_name(op)).default for op in DYNAMIC
+EQUAL = define_op(_library, "equal(Tensor x, Scalar[] expected, *, int guard) -> ()", _equal, _nothing)
+# Behind the last guard of forward.
+AGREE = define_op(_library, "agree(Tensor x, *, int guard) -> ()", _agree, _nothing)
+SIZED = {
+    op: define_op(_library, _sized_schema(op), partial(_run_sized, op), partial(_fake_sized, op)) for op in DYNAMIC
 }

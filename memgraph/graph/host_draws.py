@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from ..errors import MemgraphError
 from ..system.python_random import restoring_python_random
+from .define_op import define_op
 from .guard_ops import TOLIST
 from .ops import is_in_step
 
@@ -98,10 +98,8 @@ def _fake(
 
 
 _library = torch.library.Library("memgraph_host", "DEF")
-_library.define(
+DRAW = define_op(
+    _library,
     "draw(Tensor[] tensors, str module, str function, str arguments, *, int[] sizes, ScalarType dtype) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-_library.impl("draw", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("memgraph_host::draw", _fake, lib=_library)
-DRAW: OpOverload = torch.ops.memgraph_host.draw.default
+    _draw, _fake, (torch.Tag.nondeterministic_seeded,),
+)  # fmt: skip

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from ..tensors.expressions import evaluate, parse
+from .define_op import define_op
 from .guard_ops import GuardFailed, values_of
+from .nodes import GUARDS
 from .ops import is_in_step
 
 
@@ -55,17 +56,9 @@ def _nothing(numbers: Sequence[Any], predicate: str, expected: bool, *, guard: i
     pass
 
 
-_library = torch.library.Library("memgraph_guards", "FRAGMENT")
-for _schema, _run, _fake in (
-    ("number(Tensor x) -> Scalar", _number, _no_number),
-    ("computed(Scalar[] numbers, str expression) -> Scalar", _computed, _no_number),
-    ("holds(Scalar[] numbers, str predicate, bool expected, *, int guard) -> ()", _holds, _nothing),
-):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_guards::{_name}", _fake, lib=_library)
-
-NUMBER: OpOverload = torch.ops.memgraph_guards.number.default
-COMPUTED: OpOverload = torch.ops.memgraph_guards.computed.default
-HOLDS: OpOverload = torch.ops.memgraph_guards.holds.default
+_library = torch.library.Library(GUARDS, "FRAGMENT")
+NUMBER = define_op(_library, "number(Tensor x) -> Scalar", _number, _no_number)
+COMPUTED = define_op(_library, "computed(Scalar[] numbers, str expression) -> Scalar", _computed, _no_number)
+HOLDS = define_op(
+    _library, "holds(Scalar[] numbers, str predicate, bool expected, *, int guard) -> ()", _holds, _nothing
+)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+from .define_op import define_op
 from .guard_ops import GuardFailed, ValueGuard
-from .result_layout import Layout
+from .result_layout import Layout, empty
 
 
 class MeasuredCost(NamedTuple):
@@ -126,13 +127,6 @@ def opaque_cost(node: fx.Node) -> MeasuredCost:
     return _parts[int(node.args[-1])].cost(target)  # type: ignore[arg-type]
 
 
-def empty(form: Layout, device: torch.device) -> Tensor:
-    """Return an empty tensor of this layout."""
-    dtype, shape, strides = form
-    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 def _forward(tensors: Sequence[Tensor], part: int) -> list[Tensor]:
     return _parts[part].forward(tensors)
 
@@ -157,12 +151,11 @@ def _empty(layouts: Sequence[Layout], like: Tensor) -> list[Tensor]:
 
 _library = torch.library.Library("memgraph_opaque", "DEF")
 # The tag says that the op can't be dropped or run twice with the same numbers.
-_library.define("forward(Tensor[] tensors, int part) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
-_library.define("backward(Tensor[] tensors, Tensor?[] tangents, Tensor ticket, int part) -> Tensor[]")
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("memgraph_opaque::forward", _fake_forward, lib=_library)
-torch.library.register_fake("memgraph_opaque::backward", _fake_backward, lib=_library)
-
-FORWARD: OpOverload = torch.ops.memgraph_opaque.forward.default
-BACKWARD: OpOverload = torch.ops.memgraph_opaque.backward.default
+FORWARD = define_op(
+    _library, "forward(Tensor[] tensors, int part) -> Tensor[]", _forward, _fake_forward,
+    (torch.Tag.nondeterministic_seeded,),
+)  # fmt: skip
+BACKWARD = define_op(
+    _library, "backward(Tensor[] tensors, Tensor?[] tangents, Tensor ticket, int part) -> Tensor[]", _backward,
+    _fake_backward,
+)  # fmt: skip

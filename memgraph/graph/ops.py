@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..storage.tiers import Lease
 from ..storage.wire_cast import narrow, widen
+from .define_op import define_op
 
 
 class Exchange(Protocol):
@@ -267,8 +268,4 @@ OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
 )
 RUN: dict[str, Callable[..., Any]] = {}  # what runs, by the op's name
 for _schema, _run, _fake in OPS:
-    _library.define(_schema)
-    _name = _schema.partition("(")[0]
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph::{_name}", _fake, lib=_library)
-    RUN[_name] = _run
+    RUN[define_op(_library, _schema, _run, _fake)._opname] = _run

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .define_op import define_op
 from .nodes import aten
-
-_library = torch.library.Library("memgraph_packed", "DEF")
-_library.define("pack(Tensor input, int[] batch_sizes, bool batch_first) -> Tensor")
-_library.define("pad(Tensor data, int[] batch_sizes, bool batch_first, Scalar value, int total_length) -> Tensor")
 
 
 def batch_sizes_of(lengths: Sequence[int]) -> list[int]:
@@ -67,14 +64,11 @@ def _pad_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None,
     return PACK(gradient, ctx.batch_sizes, ctx.batch_first), None, None, None, None
 
 
-_OPS: tuple[tuple[str, Any, Any, Any, Any], ...] = (
-    ("pack", _pack, _fake_pack, _save_pack, _pack_backward),
-    ("pad", _pad, _fake_pad, _save_pad, _pad_backward),
-)
-for _name, _run, _fake, _save, _backward in _OPS:
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_packed::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"memgraph_packed::{_name}", _backward, setup_context=_save, lib=_library)
-
-PACK = torch.ops.memgraph_packed.pack.default
-PAD = torch.ops.memgraph_packed.pad.default
+_library = torch.library.Library("memgraph_packed", "DEF")
+PACK = define_op(_library, "pack(Tensor input, int[] batch_sizes, bool batch_first) -> Tensor", _pack, _fake_pack)
+PAD = define_op(
+    _library, "pad(Tensor data, int[] batch_sizes, bool batch_first, Scalar value, int total_length) -> Tensor",
+    _pad, _fake_pad,
+)  # fmt: skip
+torch.library.register_autograd("memgraph_packed::pack", _pack_backward, setup_context=_save_pack, lib=_library)
+torch.library.register_autograd("memgraph_packed::pad", _pad_backward, setup_context=_save_pad, lib=_library)

@@ -38,9 +38,16 @@ def layout_in_storage(tensor: Tensor) -> ResultLayout:
     return ResultLayout(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
 
 
+def empty(form: Layout, device: torch.device) -> Tensor:
+    """Return an empty tensor of this layout."""
+    dtype, shape, strides = form
+    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 def clone_fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Return a fake value of the same layout as a corrected node's, in storages of its own."""
-    return _like(node, tuple(map(layout_in_storage, tensors(node))), mode)
+    return value_like(node, tuple(map(layout_in_storage, tensors(node))), mode)
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -48,7 +55,7 @@ def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return _empty(tensor, layout_in_storage(tensor), mode)
 
 
-def _like(node: fx.Node, layouts: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:
+def value_like(node: fx.Node, layouts: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:
     """Return the node's value with these layouts; tensors that share storages with the node's inputs stay."""
     leaves, form = tree_flatten(node.meta["val"])
     inputs = all_storages(node.all_input_nodes)
@@ -62,12 +69,10 @@ def _like(node: fx.Node, layouts: tuple[ResultLayout, ...], mode: FakeTensorMode
 
 
 def _empty(old: Tensor, target: ResultLayout, mode: FakeTensorMode) -> Tensor:
-    dtype, shape, strides = target.layout
-    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     with mode:
-        new = old.new_empty_strided(shape, strides, dtype=dtype)
+        new = empty(target.layout, old.device)
         storage = new.untyped_storage()
         if storage.nbytes() == target.nbytes and not target.offset:
             return new
         storage.resize_(target.nbytes)
-        return new.as_strided(shape, strides, target.offset)
+        return new.as_strided(new.shape, new.stride(), target.offset)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from passes import Machine, predict
 
-from ..capture.capture import Ref, capture, operands
+from ..capture.capture import capture, operands
 from ..errors import CaptureError
-from ..graph.captured import Captured
+from ..graph.captured import Captured, Ref
 from ..graph.nodes import changed_storages, returned_values, storages
 from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy

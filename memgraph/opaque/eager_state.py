@@ -7,18 +7,17 @@ before.restore()                   as they were then
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
+from torch._C._autograd import _saved_tensors_hooks_set_tracing
 
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..system.python_random import PythonRandom
 
 # A step runs its graph below these.
 AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
@@ -67,29 +66,35 @@ def eager_modes(modes: Modes) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def saved_tensor_hooks(are_off: bool) -> Iterator[None]:
+    """Turn hooks for saved tensors off in a block, as a trace does, or on again."""
+    before = _saved_tensors_hooks_set_tracing(are_off)
+    try:
+        yield
+    finally:
+        _saved_tensors_hooks_set_tracing(before)
+
+
 @dataclass(frozen=True, eq=False)
 class PythonState:
     """State that a forward may change besides buffers: attributes of its module, and random generators."""
 
     attributes: AttributeSnapshot
     generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors
-    python: Any
-    numpy: Any
+    python: PythonRandom
 
     @classmethod
     def of(cls, module: nn.Module, tensors: Sequence[Tensor]) -> PythonState:
         """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
         states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
-        numpy = _numpy()
-        return cls(AttributeSnapshot(module), states, random.getstate(), numpy.get_state() if numpy else None)
+        return cls(AttributeSnapshot(module), states, PythonRandom())
 
     def restore(self) -> None:
         """Set all back to this state."""
         self.attributes.restore()
         self.restore_generators()
-        random.setstate(self.python)
-        if self.numpy is not None:
-            _numpy().set_state(self.numpy)
+        self.python.restore()
 
     def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
         """Set torch's generators back to this state, but those in `drawn`, unless they have another seed."""
@@ -113,7 +118,3 @@ def _generators(module: nn.Module, tensors: Sequence[Tensor]) -> list[torch.Gene
     attributes = (value for child in module.modules() for value in vars(child).values())
     own = [value for value in attributes if isinstance(value, torch._C.Generator)]
     return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(devices)), *own]
-
-
-def _numpy() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)

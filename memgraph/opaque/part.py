@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
-from ..graph.opaque_ops import FORWARD, MeasuredCost, empty, note_undo
-from ..graph.result_layout import Layout, layout
+from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
+from ..graph.result_layout import Layout, empty, layout
 from .eager_state import Modes, PythonState, eager_modes
 from .inputs import Inputs, as_leaves
 from .observed_ops import ObservedOps, TooManyBytesError, WriteError

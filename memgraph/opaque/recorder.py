@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,7 +28,7 @@ from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
-from .eager_state import Modes, PythonState, eager_modes
+from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
 from .inputs import Inputs, as_leaves, inputs_of
 from .module_calls import taken_calls
 from .observed_ops import ObservedOps, WriteError
@@ -92,7 +91,7 @@ class Recorder:
         if key in part.backwards:
             return part.backwards[key]
         headroom = headroom_of(part.module)
-        with _disable_current_modes(), _hooks_for_saved_tensors(), self.as_in_eager():
+        with _disable_current_modes(), saved_tensor_hooks(are_off=False), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
             found, us = timed_us(run, device)
@@ -198,13 +197,3 @@ def _attached(module: nn.Module) -> dict[str, int]:
         for name, value in attached_values(child)
         if isinstance(value, Tensor) and name not in child._parameters and name not in child._buffers
     }
-
-
-@contextmanager
-def _hooks_for_saved_tensors() -> Iterator[None]:
-    """Let a block use hooks for saved tensors, which a trace turns off."""
-    before = _saved_tensors_hooks_set_tracing(False)
-    try:
-        yield
-    finally:
-        _saved_tensors_hooks_set_tracing(before)

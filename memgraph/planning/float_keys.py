@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, MutableMapping
 from typing import Any
 
-from ..capture.float_capture import FloatCapture
-from ..capture.float_inputs import FloatInputs
+from ..capture.floats.float_capture import FloatCapture
+from ..capture.floats.float_inputs import FloatInputs
 from ..graph.captured import Captured
 from ..guards.module_attributes import AttributeGuard
 from ..guards.signature import ARGUMENTS, ATTRIBUTES

@@ -12,8 +12,7 @@ from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
 
-from ..capture.capture import OutputSelector
-from ..capture.float_capture import FloatCapture
+from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.provenance import counting_nodes
 from ..guards.signature import parameters_with_grad_hooks
@@ -24,6 +23,7 @@ from ..system.device import releasing_cached
 from ..system.garbage import collecting_new_objects
 from ..system.graph_sources import forgotten_sources
 from ..system.locks import PLANNING_LOCK
+from ..tensors.loss_outputs import OutputSelector
 from .accumulated_step import AccumulatedStep, plan_accumulated, warn_accumulation
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..capture.capture import OutputSelector, capture
+from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
-from ..capture.float_capture import FloatCapture
+from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
@@ -28,6 +28,7 @@ from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
+from ..tensors.loss_outputs import OutputSelector
 from .capture_cache import KnownLength
 from .optimizer_state import OptimizerState
 from .ranks import Ranks

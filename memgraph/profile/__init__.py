@@ -2,6 +2,7 @@
 
 op_profiler           time, workspace and result layout of each distinct op
 divided_arguments     arguments by which an op is priced with all of its work
+sized_arguments       arguments for which an op whose sizes depend on values makes results of given sizes
 roofline              time of an op that can't be run, from flops and bytes
 correct_fakes         correct fake tensors where real kernels return another layout
 library_workspaces    workspaces of cuBLAS

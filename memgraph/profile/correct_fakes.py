@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..graph.nodes import fake_result, tensors
-from ..graph.result_layout import REAL, ResultLayout, _like, layout_in_storage
+from ..graph.result_layout import REAL, ResultLayout, layout_in_storage, value_like
 from .op_profiler import is_view
 
 
@@ -33,5 +33,5 @@ def apply_profiled_layouts(
         real, expected = layouts(node), tuple(map(layout_in_storage, tensors(node)))
         # A kernel may omit a result that nothing reads; its fake value only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
-            node.meta |= {"val": _like(node, real, mode), REAL: True}
+            node.meta |= {"val": value_like(node, real, mode), REAL: True}
             changed.add(node)

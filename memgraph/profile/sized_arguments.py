@@ -60,13 +60,6 @@ def _bincount(sizes: list[int], x: Tensor, *rest: object) -> None:
     x[:1] = max(sizes[1] - 1, 0)
 
 
-def _pack(sizes: list[int], x: Tensor, lengths: Tensor, batch_first: bool) -> None:
-    longest, rest = sizes[-1], sizes[1]
-    for i in range(len(lengths)):
-        lengths[i] = min(longest, rest - (len(lengths) - 1 - i))
-        rest -= int(lengths[i])
-
-
 def _first(length: int, count: int) -> Tensor:
     return torch.arange(length) < count
 
@@ -85,6 +78,5 @@ _FILLERS: tuple[tuple[OpOverload, Callable[..., None]], ...] = (
     (aten.unique_consecutive.default, _unique_consecutive),
     (aten.repeat_interleave.Tensor, _largest_first),
     (aten.bincount.default, _bincount),
-    (aten._pack_padded_sequence.default, _pack),
 )
 FILLERS: Mapping[object, Callable[..., None]] = {SIZED[op]: fill for op, fill in _FILLERS}

@@ -3,6 +3,7 @@
 step                 a planned step, its report, and the times of its runs
 step_parts           the fixed parts of a step
 step_run             one run of a step, from the start of forward to the end of backward
+undo                 undo a run whose guard has failed
 autograd_function    the autograd node whose backward runs the backward half
 tensor_roles         the role of each tensor that a step reads or makes
 concurrent_runs      runs of one module that are open at the same time

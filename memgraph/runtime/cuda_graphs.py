@@ -13,11 +13,9 @@ on a GPU.
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +26,7 @@ from ..errors import RecordingError
 from ..graph.partition import Partition
 from ..storage.pinned_tier import PinnedLease
 from ..storage.tiers import Tier
+from ..system.garbage import paused_collector
 from ..tensors.layout import is_dense
 from .step_run import StepRun
 
@@ -71,7 +70,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads may still use the device.
         capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        with _without_collector(), capture:
+        with paused_collector(), capture:  # freeing an object may call what CUDA forbids here
             result = run()
         return result, graph.replay
 
@@ -240,18 +239,6 @@ def _joined(run: StepRun, half: Callable[[], T]) -> T:
     finally:
         if isinstance(run.lease, PinnedLease):
             run.lease.join()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable garbage collection: freeing an object may call what CUDA forbids during capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _closed() -> Any:

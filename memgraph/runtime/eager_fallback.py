@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.capture import Ref
 from ..capture.reentrant_forward import overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
-from ..graph.captured import Captured
+from ..graph.captured import Captured, Ref
 from ..graph.host_draws import draws_on_host
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.locks import PLANNING_LOCK

@@ -2,7 +2,7 @@
 
 device               memory of a device; make a process return freed memory
 byte_sizes           "8GB" -> bytes
-garbage              collect what a block makes, and nothing older
+garbage              pause Python's garbage collector, or leave older objects out of it
 measurement_cache    measurements on disk, for later processes
 setting              the environment that a measurement depends on
 timer                time a function
@@ -13,6 +13,5 @@ frames               the line of the user's code behind an exception
 user_warning         warn at the user's own line
 private_names        private names of torch, checked at import
 profiler_thread      run work outside the caller's profiler
-cycle_collector      pause the collector of reference cycles
 graph_sources        drop the sources of compiled graphs
 """

@@ -1,7 +1,11 @@
-"""Let Python's garbage collector look only at what a block makes.
+"""Keep Python's garbage collector from looking at many objects in vain.
 
-transformers is imported: a collection looks at a million objects   ->   0.2 s, and planning a call causes several
-with collecting_new_objects(): ...                                  ->   at those that planning makes
+with collecting_new_objects(): ...    transformers is imported, a million objects: only those of the block are looked at
+with paused_collector(): ...          nearly all that the block makes stays: nothing is looked at
+
+A collection of a million objects takes 0.2 s, and planning a call causes several. A trace makes about a hundred objects
+for each op. The collector would walk over all of them again and again, which is a tenth of a capture's time, and would
+find next to nothing: what capture drops is freed by its reference count.
 """
 
 from __future__ import annotations
@@ -22,3 +26,15 @@ def collecting_new_objects() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Collect no cycles inside the block, unless it asks for it; a caller that has paused the collector keeps that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -117,7 +117,7 @@ def test_trainer_trains_saves_resumes_and_finds_the_best_as_with_the_plain_model
     ours.train()
     assert history(ours) == history(theirs)
     assert any("eval_loss" in entry for entry in history(ours))
-    reports = [step.report for step in compiled._steps.values()]
+    reports = [step.report for step in compiled._kept.steps.values()]
     assert len(reports) == 3  # a first batch, one that adds to its gradients, one of the evaluation; also behind a save
     assert any(report.plan for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= report.budget for report in reports)
@@ -235,4 +235,4 @@ def test_accelerate_unwraps_to_the_compiled_module_and_leaves_the_plain_one_alon
     assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is compiled
     assert not {"forward", "_original_forward"} & set(vars(plain))
     assert compiled(torch.ones(2, 8)).dtype == torch.float32
-    assert len(compiled._steps) == 2
+    assert len(compiled._kept.steps) == 2

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memgraph.capture.capture import Output, Ref, capture, operands, select_all
-from memgraph.graph.captured import Captured
+from memgraph.capture.capture import capture, operands
+from memgraph.graph.captured import Captured, Output, Ref
 from memgraph.graph.nodes import all_storages, is_guard, returned_values, storages, written_inputs
+from memgraph.tensors.loss_outputs import select_all
 from memgraph.tensors.pytree import flatten, unflatten
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from memgraph.capture.capture import capture, operands, select_losses
+from memgraph.capture.capture import capture, operands
 from memgraph.graph.accumulate_grads import accumulate_grads
 from memgraph.graph.captured import Captured
 from memgraph.graph.rewrite import fake_mode
@@ -28,6 +28,7 @@ from memgraph.graph.summarize import Cost, summarize
 from memgraph.microbatch.microbatches import MicroBatches
 from memgraph.profile.correct_fakes import apply_profiled_layouts
 from memgraph.profile.op_profiler import OpProfiler
+from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Trace
 from passes.order.microbatch_order import slice_microbatches
 from tests.support import models as nets

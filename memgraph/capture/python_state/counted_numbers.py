@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...errors import CaptureError
-from ...graph.counters import OPERATORS, Counter, Formula
+from ...graph.counters import Counter
 from ...guards.attribute_snapshot import AttributeSnapshot, changed_number_error
+from ...tensors.expressions import Operation, Part, Variable
 
 NUMBERS = (int, float)
+ARITHMETIC = ("add", "sub", "mul")
 Place = tuple[str, nn.Module, str]  # of an attribute: path, submodule, name
 OBJECT = frozenset({
     "__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__setattr__",
@@ -44,7 +46,7 @@ class CountedNumber:
 
     __slots__ = ("__weakref__", "formula", "kind")
 
-    def __init__(self, formula: Formula, kind: type) -> None:
+    def __init__(self, formula: Part, kind: type) -> None:
         self.formula, self.kind = formula, kind
 
     @property  # type: ignore[misc]
@@ -76,7 +78,7 @@ def counting(places: Sequence[Place], found: list[Counter]) -> Iterator[None]:
     before = [vars(module)[name] for _, module, name in places]
     found.clear()
     for path, module, name in places:
-        vars(module)[name] = CountedNumber(("attribute", path, name), type(vars(module)[name]))
+        vars(module)[name] = CountedNumber(Variable((path, name)), type(vars(module)[name]))
     try:
         yield
         found.extend(Counter(path, name, _formula(vars(module).get(name))) for path, module, name in places)
@@ -85,19 +87,19 @@ def counting(places: Sequence[Place], found: list[Counter]) -> Iterator[None]:
             vars(module)[name] = value
 
 
-def _formula(value: object) -> Formula:
+def _formula(value: Any) -> Part:
     if type(value) is CountedNumber:
         return value.formula
-    if type(value) in NUMBERS:
-        return "number", value
+    if type(value) is int or type(value) is float:
+        return value
     raise _NumberNeededError(f"a {type(value).__name__} takes its place")
 
 
 def _arithmetic(name: str, reflected: bool = False) -> Callable[[CountedNumber, Any], CountedNumber]:
     def compute(self: CountedNumber, other: Any) -> CountedNumber:
-        operands = _formula(self), _formula(other)
+        operands = (other, self) if reflected else (self, other)
         kind = int if self.kind is int and other.__class__ is int else float
-        return CountedNumber((name, *(reversed(operands) if reflected else operands)), kind)
+        return CountedNumber(Operation(name, tuple(map(_formula, operands))), kind)
 
     return compute
 
@@ -111,6 +113,6 @@ def _needs_value(name: str) -> Callable[..., NoReturn]:
 
 for _name in {*dir(float), *dir(int)} - OBJECT:
     setattr(CountedNumber, _name, _needs_value(_name))
-for _name in OPERATORS:
+for _name in ARITHMETIC:
     setattr(CountedNumber, f"__{_name}__", _arithmetic(_name))
     setattr(CountedNumber, f"__r{_name}__", _arithmetic(_name, reflected=True))

@@ -48,7 +48,10 @@ def refuse_python_random(whole: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        STARTS.pop(thread) if outer is None else STARTS.update({thread: outer})
+        if outer is None:
+            del STARTS[thread]
+        else:
+            STARTS[thread] = outer
 
 
 @contextmanager

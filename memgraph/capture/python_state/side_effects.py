@@ -57,17 +57,20 @@ def _changed_call_error(name: str) -> CaptureError:
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
     """Compare ops and constants; names of nodes may differ."""
-    if _ops(first.graph) != _ops(second.graph):
+    if described_ops(first.graph) != described_ops(second.graph):
         return False
     pairs = zip(first.graph.find_nodes(op="get_attr"), second.graph.find_nodes(op="get_attr"), strict=True)
     return all(is_same_constant(getattr(first, str(a.target)), getattr(second, str(b.target))) for a, b in pairs)
 
 
-def _ops(graph: fx.Graph) -> list[object]:
+def described_ops(graph: fx.Graph, replaced: Callable[[Any], Any] = lambda arguments: arguments) -> list[object]:
+    """Return ops and arguments, with numbers in the place of nodes; `replaced` replaces among the arguments."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    arguments = [map_arg((node.args, node.kwargs), number.__getitem__) for node in graph.nodes]
-    targets = ["" if node.op == "get_attr" else node.target for node in graph.nodes]
-    return [(node.op, target, repr(args)) for node, target, args in zip(graph.nodes, targets, arguments, strict=True)]
+    ops: list[object] = []
+    for node in graph.nodes:
+        arguments = replaced(map_arg((node.args, dict(node.kwargs)), number.__getitem__))
+        ops.append((node.op, "" if node.op == "get_attr" else node.target, repr(arguments)))
+    return ops
 
 
 def is_same_constant(first: Any, second: Any) -> bool:

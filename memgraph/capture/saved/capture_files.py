@@ -31,9 +31,10 @@ from ...tensors.loss_outputs import OutputSelector
 from ..call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..fake_tensors import fake_mode_context
+from ..joint.joint_graph import JointGraph
+from ..joint.trace_joint import trace_joint
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..python_state.refused_draws import refuse_python_random
-from ..trace_joint import JointGraph, trace_joint
 from .graph_record import NotRecordedError, graph_record, recorded_graph
 from .op_log import OpLog
 from .rehearsal import Rehearsal, RehearsalMode
@@ -60,18 +61,12 @@ def call_kind(call: Call, grad: bool, wanted: OutputSelector) -> str:
     return hashlib.sha256(repr((of, tensors, kernel_modes(), _versions())).encode()).hexdigest()
 
 
-def find_capture(
-    kind: str, call: Call, grad: bool, wanted: OutputSelector, **given: Any
-) -> tuple[JointGraph, fx.GraphModule] | None:
-    """Return the graph that an earlier process has captured of this call, and its roles; None if there is none.
-
-    Args:
-        given: to the mode in which the call is traced.
-    """
+def find_capture(kind: str, call: Call, grad: bool, wanted: OutputSelector) -> tuple[JointGraph, fx.GraphModule] | None:
+    """Return the graph that an earlier process has captured of this call, and its roles; None if there is none."""
     if not kind or read_cached(kind, FILE) is None:
         return None
     try:
-        return _found(kind, call, grad, wanted, **given)
+        return _found(kind, call, grad, wanted)
     except Exception as error:  # of forward, which the capture will meet again; or of a file that may hold anything
         LOG.info("no earlier capture is used, since %s: %s", type(error).__name__, error)
         return None
@@ -96,11 +91,9 @@ def keep_capture(kind: str, log: OpLog, graph: fx.GraphModule) -> None:
         evict_oldest(FILE, DISK_NBYTES)
 
 
-def _found(
-    kind: str, call: Call, grad: bool, wanted: OutputSelector, **given: Any
-) -> tuple[JointGraph, fx.GraphModule] | None:
+def _found(kind: str, call: Call, grad: bool, wanted: OutputSelector) -> tuple[JointGraph, fx.GraphModule] | None:
     log = Rehearsal()
-    mode = RehearsalMode(log, **given)
+    mode = RehearsalMode(log)
     with (
         fake_mode_context(mode),
         refuse_python_random(call.module),
@@ -113,7 +106,7 @@ def _found(
     if content is None:
         LOG.info("no earlier capture is used, since forward does something else now; %s", log.reason)
         return None
-    return joint, recorded_graph(unpacked(content), log.constants, ConstantFakeMode(**given))
+    return joint, recorded_graph(unpacked(content), log.constants, ConstantFakeMode())
 
 
 def packed(record: object) -> str:

@@ -138,8 +138,8 @@ def _replaced(thing: Any, replace: Callable[[Any], Any], kind: type[Any] = Known
 class RehearsalMode(ConstantFakeMode):
     """Fake tensors of a rehearsal, which knows the values that no input affects."""
 
-    def __init__(self, rehearsal: Rehearsal, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        super().__init__()
         self.rehearsal = rehearsal
 
     def value(self, tensor: Tensor) -> Tensor | None:

@@ -6,16 +6,16 @@ view(x, [960]) -> f32[960]   and   view(x, [960]) -> f32[960]    ->   the same
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import fx
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ...graph.captured import Captured, Ref
 from ...graph.nodes import all_storages, tensors
 from ...graph.result_layout import REAL, ResultLayout, layout_in_storage
 from ...tensors.traced_number import FloatArgument, FloatValues
-from ..python_state.side_effects import is_same_constant
+from ..python_state.side_effects import described_ops, is_same_constant
 
 
 def is_same_capture(one: Captured, other: Captured) -> bool:
@@ -29,26 +29,17 @@ def describe(captured: Captured, values: FloatValues) -> list[object]:
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in captured.leaves]
     roles = captured.inputs, captured.outputs, captured.spec, captured.differentiable, captured.tangents
     rest = captured.speculative_outputs, dict(captured.sources), captured.has_custom_functions, dict(captured.rewritten)
-    return [leaves, *roles, *rest, *_ops(captured.graph.graph, values)]
+
+    def value(argument: FloatArgument) -> float:
+        return float(argument.node.compute(values)) if values else float(argument)
+
+    ops = described_ops(captured.graph.graph, partial(pytree.tree_map_only, FloatArgument, value))
+    return [leaves, *roles, *rest, *ops]
 
 
 def has_same_constants(one: Captured, other: Captured) -> bool:
     """Return True if two captures have the same constants, bit by bit."""
     return all(map(is_same_constant, _constants(one), _constants(other)))
-
-
-def _ops(graph: fx.Graph, values: FloatValues) -> list[object]:
-    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-
-    def value(argument: FloatArgument) -> float:
-        return float(argument.node.compute(values)) if values else float(argument)
-
-    ops: list[object] = []
-    for node in graph.nodes:
-        target = "" if node.op in ("get_attr", "output") else node.target
-        args = pytree.tree_map_only(FloatArgument, value, map_arg((node.args, dict(node.kwargs)), index.__getitem__))
-        ops.append((node.op, target, repr(args)))
-    return ops
 
 
 def _constants(captured: Captured) -> list[object]:

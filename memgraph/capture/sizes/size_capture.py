@@ -21,7 +21,7 @@ from ...system.graph_sources import forgotten_sources
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_size import SizeNeededError, SizeTrace
 from ..capture import capture
-from ..value_modes import ValuesNeeded
+from ..values.questions import ValuesNeeded
 from .at_lengths import at_lengths
 from .same_capture import is_same_capture
 from .size_inputs import SizeInputs

@@ -21,14 +21,13 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from ...graph.captured import Captured, Output
+from ...graph.define_op import define_op
 from ...graph.nodes import fake_result, returned_values
 from ...graph.ops import stretch
 from ...graph.rewrite import fake_mode
 from ..sharded_grads import GradBucket, Stretch
 
 _library = torch.library.Library("memgraph_oss", "DEF")
-_library.define("piece(Tensor x, int begin, int end) -> Tensor")
-_library.define("pack(Tensor[] parts, int[] begins, int size) -> Tensor")
 
 
 def copy_stretch(x: Tensor, begin: int, end: int) -> Tensor:
@@ -51,9 +50,8 @@ def _fake_pack(parts: Sequence[Tensor], begins: Sequence[int], size: int) -> Ten
     return parts[0].new_empty(size)
 
 
-for _name, _run, _fake in (("piece", copy_stretch, copy_stretch), ("pack", pack, _fake_pack)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_oss::{_name}", _fake, lib=_library)
+define_op(_library, "piece(Tensor x, int begin, int end) -> Tensor", copy_stretch, copy_stretch)
+define_op(_library, "pack(Tensor[] parts, int[] begins, int size) -> Tensor", pack, _fake_pack)
 
 PACKING = torch.ops.memgraph_oss
 OPS = torch.ops.memgraph

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memgraph
-from memgraph.capture.capture import Input, Output, Ref, capture, select_losses
+from memgraph.capture.capture import capture
+from memgraph.graph.captured import Input, Output, Ref
 from memgraph.guards.module_proxy import WithLoss
+from memgraph.tensors.loss_outputs import select_losses
 from tests.support.captured_calls import TOKENS, Plain, X, agrees
 from tests.support.models import Function
 

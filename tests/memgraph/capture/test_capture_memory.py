@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.capture.capture import Output, capture
+from memgraph.capture.capture import capture
 from memgraph.errors import CaptureError
+from memgraph.graph.captured import Output
 from tests.support.captured_calls import TOKENS, Plain, X, agrees
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
+from memgraph.tensors.loss_outputs import select_losses
 from tests.support import models as nets
 from tests.support.captured_calls import agrees
 

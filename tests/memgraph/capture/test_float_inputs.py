@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.api import compiled_module
-from memgraph.capture import float_capture
+from memgraph.api import kept_steps
 from memgraph.capture.capture import capture
+from memgraph.capture.floats import float_capture
 from memgraph.planning import step_graph
 from memgraph.runtime.step import Step
 
@@ -451,8 +451,8 @@ def test_a_step_of_plain_floats_is_given_none() -> None:
 
 
 def test_a_dropped_step_with_floats_is_not_captured_again(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module, "PLANS", 1)
-    monkeypatch.setattr(compiled_module, "NODES", 0)
+    monkeypatch.setattr(kept_steps, "PLANS", 1)
+    monkeypatch.setattr(kept_steps, "NODES", 0)
     ours = Module(scaled)
     theirs, compiled = copy.deepcopy(ours), memgraph.compile(ours, BUDGET)
     for value in STEPS[:2]:

@@ -55,6 +55,18 @@ def test_other_ways_to_pack() -> None:
     agrees(Reading(nn.GRU), rows(), [2, 5, 1])
 
 
+class Flat(nn.Module):
+    """Calls the functions of torch beneath those of `nn.utils.rnn`."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        data, sizes = torch._pack_padded_sequence(x * 2, lengths, False)
+        return data, torch._pad_packed_sequence(data.tanh(), sizes, False, 0.5, 6)[0]
+
+
+def test_packing_by_torchs_own_functions() -> None:
+    agrees(Flat(), rows(), torch.tensor([4, 4, 1]))
+
+
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.capture.reentrant_forward import can_run_again, overwritten_buffers
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.tensors.loss_outputs import select_losses
 from tests.support.compare import ROOM, Fact, assert_alike, batch
 
 Change = Callable[[Tensor, Tensor], Tensor]  # of what the layer makes and the buffer: what is returned

@@ -69,7 +69,7 @@ def test_a_plan_holds_for_slices_of_whatever_size() -> None:
         assert compiled.plan.measured <= compiled.plan.peak
         compiled.zero_grad()
     assert peaks[0] == peaks[1]
-    assert len(compiled._steps) == 1
+    assert len(compiled._kept.steps) == 1
 
 
 def test_a_buffer_that_is_a_slice() -> None:

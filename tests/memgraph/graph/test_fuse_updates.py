@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture.capture import capture, select_scalars
+from memgraph.capture.capture import capture
 from memgraph.graph.captured import Captured
 from memgraph.graph.fuse_updates import fuse_updates, updated_parameters
 from memgraph.graph.rewrite import rewrite
@@ -17,6 +17,7 @@ from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
 from memgraph.optim.state_parts import TrainedParameters, state_parts
 from memgraph.optim.update_cost import add_update
+from memgraph.tensors.loss_outputs import select_scalars
 from passes import Link, Machine, Streaming, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.early_updates import update_early

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.graph.gradient_sums import gradient_sums
+from memgraph.tensors.loss_outputs import select_losses
 
 
 class Tied(nn.Module):

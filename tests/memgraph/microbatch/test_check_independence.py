@@ -156,7 +156,7 @@ def test_targets_that_do_not_count_have_no_share_in_a_mean(how: dict[str, Any]) 
         ours.backward()
         theirs.backward()
         torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad)
-    assert len(model._steps) == 1
+    assert len(model._kept.steps) == 1
 
 
 def test_a_mean_over_some_targets_with_more_beside_it_is_none_over_rows() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture import capture
+from memgraph.capture import trace_call
 
 ROOM = "1GB"
 WIDTH = 16
@@ -339,13 +339,13 @@ def test_parts_can_be_chosen_by_path() -> None:
 
 def test_layers_of_one_class_are_opaque_after_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
-    trace = vars(capture)["trace_joint"]
+    trace = vars(trace_call)["trace_joint"]
 
     def counted(*given: Any) -> Any:
         traces.append(1)
         return trace(*given)
 
-    monkeypatch.setattr(capture, "trace_joint", counted)
+    monkeypatch.setattr(trace_call, "trace_joint", counted)
     compiled = memgraph.compile(Net(nn.Sequential(*(Dropping() for _ in range(4)))), ROOM)
     compiled(batch(0)).backward()
     assert [row.path for row in compiled.plan.opaque] == [f"part.{i}" for i in range(4)]

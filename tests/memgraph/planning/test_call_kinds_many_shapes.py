@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import graph_module
 
 import memgraph
-from memgraph.api import compiled_module
+from memgraph.api import kept_steps
 from memgraph.capture import fake_tensors
 from memgraph.profile import op_profiler
 
@@ -21,7 +21,7 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(op_profiler, "KNOWN", 10)
     monkeypatch.setattr(fake_tensors, "MAX_CACHED_OPS", 100)
-    monkeypatch.setattr(compiled_module, "NODES", 0)
+    monkeypatch.setattr(kept_steps, "NODES", 0)
     compiled = memgraph.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), "1GB")
     FakeTensorMode.cache_clear()
     sources: list[int] = []
@@ -32,7 +32,7 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
         sources.append(len(texts) + len(graph_module._loader.eval_cache))
         assert len(FakeTensorMode.cache) <= 100
         assert len(op_profiler._known) <= 10
-    assert len(compiled._steps) == compiled_module.PLANS
+    assert len(compiled._kept.steps) == kept_steps.PLANS
     assert sources[-1] == sources[1]
 
 
@@ -40,4 +40,4 @@ def test_small_steps_are_kept_beyond_the_few() -> None:
     compiled = memgraph.compile(nn.Linear(4, 4), "1GB")
     for rows in range(2, 13):
         compiled(torch.ones(rows, 4))
-    assert len(compiled._steps) == 11
+    assert len(compiled._kept.steps) == 11

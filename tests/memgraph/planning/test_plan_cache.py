@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.api import compiled_module
+from memgraph.api import kept_steps
 from memgraph.graph.captured import Captured
 from memgraph.planning import capture_cache, plan_cache, search, step_graph
 from memgraph.system import measurement_cache
@@ -40,8 +40,8 @@ def budget_for(count: int, share: float = 0.8) -> int:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """The steps that were searched for; one step is kept."""
-    monkeypatch.setattr(compiled_module, "PLANS", 1)
-    monkeypatch.setattr(compiled_module, "NODES", 0)
+    monkeypatch.setattr(kept_steps, "PLANS", 1)
+    monkeypatch.setattr(kept_steps, "NODES", 0)
     found: list[Trace] = []
 
     def counted(trace: Trace, machine: Machine, **given: Any) -> PlanResult:
@@ -218,4 +218,4 @@ def test_captures_that_are_kept_are_bounded(searches: list[Trace], monkeypatch: 
     monkeypatch.setattr(capture_cache, "NODES", 2 * nodes)
     for count in (62, 60, 58, 56):
         step(compiled, rows(count))
-    assert len(compiled._captures) == 2
+    assert len(compiled._kept.captures) == 2

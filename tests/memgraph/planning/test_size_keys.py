@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture import capture as capture_module
+from memgraph.capture import trace_call
+from memgraph.capture.capture import capture
+from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.sizes.same_capture import is_same_capture
 from memgraph.capture.sizes.size_capture import SizeCapture
 from memgraph.capture.sizes.size_inputs import SizeInputs
-from memgraph.capture.trace_joint import trace_joint
 from memgraph.planning import step_graph
+from memgraph.tensors.loss_outputs import select_all
 
 Module = Callable[[Tensor], Tensor]
 
@@ -65,7 +67,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
         counted.plain += mode.sizes is None
         return trace_joint(call, mode, *rest)
 
-    monkeypatch.setattr(capture_module, "trace_joint", count)
+    monkeypatch.setattr(trace_call, "trace_joint", count)
     yield counted
 
 
@@ -232,7 +234,7 @@ def test_lengths_stay_constants_where_the_graph_depends_on_values(
 ) -> None:
     torch.manual_seed(0)
     compiled = check(Branch(forward), [(torch.randn(n, 6),) for n in (9, 7, 6, 9, 8)])
-    assert traces.general == 0 and not compiled._sizes._general
+    assert traces.general == 0 and not compiled._kept.sizes._general
 
 
 def test_a_length_at_which_values_are_needed_is_captured_for_itself(
@@ -274,7 +276,7 @@ def test_a_result_in_a_larger_storage_has_a_constant_length(traces: Traces, capl
 
 def test_captures_with_symbols_are_not_kept_on_disk(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[str] = []
-    monkeypatch.setattr(capture_module, "keep_capture", lambda kind, *rest: kinds.append(kind))
+    monkeypatch.setattr(trace_call, "keep_capture", lambda kind, *rest: kinds.append(kind))
     check(Branch(squares), [(torch.randn(n, 6),) for n in (9, 7, 5)])
     assert (traces.plain, traces.general) == (1, 1)
     assert kinds[0] and kinds[1:] == [""]
@@ -310,14 +312,14 @@ def test_a_model_that_changes_its_buffers_in_place_is_compared_with_the_first_gr
 
 def test_a_capture_at_another_length_is_that_of_a_trace() -> None:
     module = Encoder()
-    first = capture_module.capture(module, (ids_of(20), ids_of(20)), {})
+    first = capture(module, (ids_of(20), ids_of(20)), {})
     inputs = SizeInputs({(0, 1): 0, (1, 1): 0}, [17], [0, 1])
     symbolic = SizeCapture(inputs, first, [20])
-    assert symbolic(module, (ids_of(17), ids_of(17)), {}, True, capture_module.select_all) is not None
+    assert symbolic(module, (ids_of(17), ids_of(17)), {}, True, select_all) is not None
     assert symbolic.general is not None
     for length in (5, 13, 41):
         found = symbolic.general.at([length])
-        traced = capture_module.capture(module, (ids_of(length), ids_of(length)), {})
+        traced = capture(module, (ids_of(length), ids_of(length)), {})
         assert found is not None and is_same_capture(found, traced)
     assert symbolic.general.at([1]) is None
 
@@ -338,7 +340,7 @@ def test_gradients_with_hooks_stay_autograds_at_every_length() -> None:
             module(ids_of(length), ids_of(length)).backward()
             module.zero_grad()
     assert len(found) == 4 and found == expected
-    for step in compiled._steps.values():
+    for step in compiled._kept.steps.values():
         graph = step.parts.captured.graph.graph
         assert "watched" in graph.output_node().meta["kinds"]
 

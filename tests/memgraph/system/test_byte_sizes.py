@@ -257,7 +257,7 @@ def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPa
     """With fixed prices, since with others a search may find a plan below the smallest of the error."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
-    monkeypatch.setattr(op_profiler, "shortest_us", lambda *_: 100.0)
+    monkeypatch.setattr(op_profiler, "shortest_us", lambda *_, **__: 100.0)
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_disk", lambda folder, room: (Link(((1000, 5.0),)),) * 2
     )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
+from memgraph.tensors.loss_outputs import select_losses
 
 ROOM = "1GB"
 

@@ -18,15 +18,16 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from memgraph.capture import capture as capture_module
+from memgraph.capture import trace_call
 from memgraph.capture.call import Call
-from memgraph.capture.capture import capture, select_all
+from memgraph.capture.capture import capture
+from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.saved import capture_files
 from memgraph.capture.saved.capture_files import FILE
-from memgraph.capture.trace_joint import trace_joint
 from memgraph.graph.captured import Captured
 from memgraph.system import measurement_cache
 from memgraph.system.measurement_cache import CostDatabase
+from memgraph.tensors.loss_outputs import select_all
 from tests.support.captured_calls import X, agrees
 from tests.support.random_modules import random_module
 
@@ -51,7 +52,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         found.append(given)
         return trace(*given)
 
-    monkeypatch.setattr(capture_module, "trace_joint", counted)
+    monkeypatch.setattr(trace_call, "trace_joint", counted)
     return found
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 STEP = """
 import hashlib, json, os, torch, memgraph
 from torch import nn
-from memgraph.capture import capture
+from memgraph.capture import trace_call
 from memgraph.planning import planner
 
 counts = {"traces": 0, "planned": 0}
@@ -24,7 +24,7 @@ def counted(owner, name, what):
         return function(*given, **named)
     setattr(owner, name, count)
 
-counted(capture, "trace_joint", "traces")
+counted(trace_call, "trace_joint", "traces")
 counted(planner, "plan_accumulated", "planned")
 torch.manual_seed(0)
 layers = [layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]

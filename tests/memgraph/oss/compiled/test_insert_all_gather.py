@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.graph.captured import Captured
 from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.oss.compiled.insert_all_gather import ForwardBucket, insert_all_gathers
 from memgraph.runtime.step_run import StepRun
+from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Network, Trace
 from passes.order.comm_order import place_collectives
 from passes.order.microbatch_order import slice_microbatches

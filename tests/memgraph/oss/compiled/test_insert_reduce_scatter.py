@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.capture import capture
 from memgraph.graph.captured import Captured
 from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
@@ -22,6 +22,7 @@ from memgraph.graph.summarize import summarize
 from memgraph.oss.compiled.insert_reduce_scatter import insert_reduce_scatters
 from memgraph.oss.sharded_grads import GradBucket, Stretch
 from memgraph.runtime.step_run import StepRun
+from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Trace
 from passes.order.comm_order import place_collectives
 from passes.order.microbatch_order import slice_microbatches

@@ -19,16 +19,19 @@ from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from ..graph.nodes import written_arguments
-from ..guards.attribute_snapshot import AttributeSnapshot
-from ..system.python_random import restoring_python_random
-from .call import Call
+from ...graph.guard_ops import Scalars, sizes_of, strides_of, values_of
+from ...graph.nodes import written_arguments
+from ...guards.attribute_snapshot import AttributeSnapshot
+from ...system.python_random import restoring_python_random
+from ..call import Call
+from ..python_state.draw_in_graph import drawing_for_real
+from ..python_state.refuse_reseeding import refuse_reseeding
+from ..user_checkpoint import without_checkpoint
 from .host_lengths import readable_lengths
-from .python_state.draw_in_graph import drawing_for_real
-from .python_state.refuse_reseeding import refuse_reseeding
-from .user_checkpoint import without_checkpoint
-from .value_modes import Answer, RecordValues, answering
+from .questions import Answer, ValueMode, question
+from .tensor_reads import answering
 
 Recording = Callable[[], AbstractContextManager[object]]
 Measure = Callable[[Callable[[], object]], int]  # calls a function, and returns the peak bytes that it allocated
@@ -68,6 +71,27 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     return ValueRun(tuple(mode.answers), nbytes)
 
 
+class RecordValues(ValueMode):
+    """Records answers while a forward runs on real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.answers: list[Answer] = []
+
+    def values(self, tensor: Tensor) -> Scalars:
+        with _disable_current_modes():
+            values = values_of(tensor)
+        self.answers.append(Answer(question("values", tensor), values))
+        return values
+
+    def sized(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        results = func(*args, **kwargs)
+        dtypes = tuple(tensor.dtype for tensor in tree_leaves(results))
+        answer = Answer(question(str(func), args[0]), tuple(sizes_of(results)), tuple(strides_of(results)), dtypes)
+        self.answers.append(answer)
+        return results
+
+
 class _RestoreWritten(TorchDispatchMode):
     """Copies parameters, buffers and inputs before an op writes to them."""
 
@@ -81,9 +105,8 @@ class _RestoreWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else ():
-            for tensor in written if isinstance(written, list | tuple) else [written]:
-                self._copy(tensor)
+        for tensor in tree_leaves(written_arguments(func, args, kwargs)) if isinstance(func, OpOverload) else ():
+            self._copy(tensor)
         return func(*args, **kwargs)
 
     @contextmanager

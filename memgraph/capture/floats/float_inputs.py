@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..graph.float_arguments import takes_any_value
-from ..guards.signature import ARGUMENTS
-from ..tensors.expressions import Variable
-from ..tensors.traced_number import (
+from ...graph.float_arguments import takes_any_value
+from ...guards.signature import ARGUMENTS
+from ...tensors.expressions import Variable
+from ...tensors.traced_number import (
     FloatArgument,
     FloatPlace,
     FloatTrace,

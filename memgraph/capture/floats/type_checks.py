@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..system.frames import MEMGRAPH, TORCH
+from ...system.frames import MEMGRAPH, TORCH
 
 LIBRARIES = (TORCH, MEMGRAPH, "<eval_with_key", "<frozen")  # their code is not watched, and neither is Python's own
 STANDARD = str(Path(dis.__file__).parent) + os.sep

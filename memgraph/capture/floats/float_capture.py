@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CaptureError
-from ..graph.captured import Captured
-from ..system.frames import source_line
-from ..tensors.loss_outputs import OutputSelector
-from ..tensors.traced_number import FloatValues, TracedFloat, ValueNeededError
-from .capture import capture
+from ...errors import CaptureError
+from ...graph.captured import Captured
+from ...system.frames import source_line
+from ...tensors.loss_outputs import OutputSelector
+from ...tensors.traced_number import FloatValues, TracedFloat, ValueNeededError
+from ..capture import capture
+from ..sizes.same_capture import describe, has_same_constants
 from .float_inputs import FloatInputs
-from .sizes.same_capture import describe, has_same_constants
 from .type_checks import TypeChecks
 
 

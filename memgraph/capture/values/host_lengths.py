@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
+from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -33,8 +33,8 @@ def readable_lengths() -> Iterator[None]:
     """Replace the functions in this thread."""
     thread, vf = get_ident(), torch._VF
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (vf, "_pack_padded_sequence", _pack),
-        (vf, "_pad_packed_sequence", _pad),
+        *((owner, "_pack_padded_sequence", _pack) for owner in (torch, vf)),
+        *((owner, "_pad_packed_sequence", _pad) for owner in (torch, vf)),
         (torch, "ctc_loss", partial(_ctc_loss, torch.ctc_loss)),
         (torch, "tensor_split", partial(_tensor_split, torch.tensor_split)),
         (Tensor, "tensor_split", partial(_tensor_split, Tensor.tensor_split)),

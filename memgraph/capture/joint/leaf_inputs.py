@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..errors import CaptureError
+from ...errors import CaptureError
 
 
 @dataclass(frozen=True)

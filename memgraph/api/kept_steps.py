@@ -1,0 +1,173 @@
+"""The steps of a module's calls, found by signature or planned.
+
+    a call   ->   its signature   ->   the step that is kept for it, also for other floats or values, or a new one
+
+The least recently used step is dropped first. Its plan stays in `planning/plan_cache.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from ..capture.floats.float_capture import FloatCapture
+from ..capture.sizes.size_capture import SizeCapture
+from ..graph.captured import Captured
+from ..graph.guard_ops import GuardFailed, ValueGuard
+from ..guards.module_attributes import AttributeGuard
+from ..guards.signature import has_gradients, signature, with_attributes
+from ..planning.call_kinds import CallKinds
+from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.counter_keys import CounterKeys
+from ..planning.float_keys import FloatKeys
+from ..planning.planner import Planner
+from ..planning.size_keys import SizeKeys
+from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
+from ..report.tables import mb
+from ..runtime.step import Step
+from ..system.locks import PLANNING_LOCK
+from ..system.user_warning import warn_user
+from ..tensors.loss_outputs import OutputSelector
+from ..tensors.pytree import Spec, tensors_of
+
+PLANS = 8  # steps that are always kept
+NODES = 10_000  # in their graphs: more steps are kept while they have fewer; a node takes about 5 kB
+LEAST = 50  # nodes that each step counts for besides its own
+LOG = logging.getLogger(__name__)
+
+Key = tuple[Hashable, bool, OutputSelector]  # the guard, whether gradients exist, the outputs that backward starts from
+T = TypeVar("T")
+
+
+class KeptSteps:
+    """The steps of one module.
+
+    Attributes:
+        steps: by key, the least recently used one first.
+        captures: of dropped steps.
+        sizes: captures with symbols for lengths.
+        variants: the values of tensors that steps of one signature rest on.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.steps: OrderedDict[Key, Step] = OrderedDict()
+        self.captures, self.sizes, self.variants = CaptureCache(), SizeKeys(), ValueVariants()
+        self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
+        self._floats, self._counters = FloatKeys(self._attributes, self.captures), CounterKeys(self._attributes)
+
+    def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], Key]:
+        """Return all tensors that a call reads, and the key of its step."""
+        parameters, buffers = list(self.planner.module.parameters()), list(self.planner.module.buffers())
+        owned = [*parameters, *buffers]
+        guard = signature(self.planner.module, owned, spec, leaves, self._attributes)
+        tensors = [*owned, *tensors_of(leaves)]
+        adds = bool(self.planner.options.accumulate) or has_gradients(parameters)
+        guard = self._counters.general(guard)
+        return tensors, ((guard, (self.planner.state.key(), ())), adds, outputs)
+
+    def until_guards_hold(self, call: Key, run: Callable[[Key], T]) -> T:
+        """Run a call with one step after the other, until the guards of one hold."""
+        call, tried = self.variants.latest(call), list[Sequence[ValueGuard]]()
+        while True:
+            try:
+                return run(call)
+            except GuardFailed as failure:
+                refuse_unstable(call, failure)
+                tried.append(failure.guards)
+                call = self.variants.others(call, tried, failure)
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
+        """Return the step of a call, kept or planned now, and the floats that it takes."""
+        key, floats = self._floats.lookup(call, self.steps)
+        step = self.steps.get(key)
+        if step is None or step.needs_replan:
+            return self._planned(args, kwargs, call)
+        with suppress(KeyError):  # another thread may have dropped it by now
+            self.steps.move_to_end(key)
+        return step, floats
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
+        steps = self.steps
+        with PLANNING_LOCK:
+            key, floats = self._floats.lookup(call, steps)
+            if key not in steps:  # another thread may have planned it by now
+                new = self._new_step(args, kwargs, key)
+                captured = new.parts.captured
+                call, key = (self._counters.add(known, captured.counters, self.planner.module) for known in (call, key))
+                call, key = self._without_changed_attributes(captured, call, key)
+                call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
+                key, floats = self._floats.add(call, key, new, steps)
+                if warning := self.variants.warning(key, new.parts.captured.guards):
+                    warn_user(warning)
+            if steps[key].needs_replan and steps[key].report.plan:
+                LOG.info("a better plan is searched for, with the times that the step's own ops took")
+            step = steps[key] = steps[key].replanned()
+            steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
+            while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
+                (guard, _, outputs), dropped = steps.popitem(last=False)
+                if self.planner.keeps_captures:
+                    self.captures.add((guard, outputs), dropped.parts.captured)
+            return step, floats
+
+    def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
+        """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
+        changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
+        if key != call or not self._attributes.ignore(changed):
+            return call, key
+        (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
+        call = (with_attributes(guard, self._attributes), state), adds, outputs
+        return call, call
+
+    def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        """Plan a step, and log why that happens and how long it took."""
+        LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
+        guard, adds, outputs = key
+        similar = self.steps.get((guard, not adds, outputs))
+        earlier = EarlierCapture.of(similar) if similar is not None else self.captures.take((guard, outputs))
+        traces = earlier is None and self.planner.keeps_captures
+        known = self.sizes.captured((guard, outputs), self._kept_steps()) if traces else None
+        capture = self._general_capture(key) if traces and known is None else None
+        step = self.planner.step(args, kwargs, outputs, earlier, known or capture)
+        if capture is not None and self._is_general(key, capture, step):
+            self._kinds.forget(args, kwargs)
+        elif capture is not None or (known is None and not is_new(key)):
+            self._warn_of_kinds(args, kwargs)
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
+        LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
+        return step
+
+    def _general_capture(self, key: Key) -> FloatCapture | SizeCapture | None:
+        """Return a capture that may serve other calls too, if one of these is known."""
+        floats = self._floats.capture_for(key, self.steps)
+        if floats is not None:
+            return floats
+        kept = [(key, step.parts.captured) for key, step in self._kept_steps()]
+        return self.sizes.capture_for((key[0], key[2]), [*kept, *self.captures.items()])
+
+    def _kept_steps(self) -> list[tuple[Any, Step]]:
+        """Return the steps with what their captures depend on, the latest first."""
+        return [((guard, outputs), step) for (guard, _, outputs), step in reversed(self.steps.items())]
+
+    def _is_general(self, key: Key, capture: FloatCapture | SizeCapture, step: Step) -> bool:
+        if isinstance(capture, SizeCapture):
+            return self.sizes.note((key[0], key[2]), capture)
+        return self._floats.are_inputs(key, capture, step)
+
+    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one more kind of calls, and warn if there are ever more."""
+        if warning := self._kinds.warning(args, kwargs):
+            warn_user(warning)
+
+
+def _weight(step: Step) -> int:
+    """Return the nodes that a step counts for; more, if it holds memory or slots in a tier."""
+    halves = step.parts.halves.forward, step.parts.halves.backward
+    nodes = LEAST + sum(len(half.graph.nodes) for half in halves if half is not None)
+    resources = step.parts.tier, step.parts.state_slots, step.cuda_graphs
+    return nodes if all(resource is None for resource in resources) else max(nodes, NODES // PLANS)

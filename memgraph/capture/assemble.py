@@ -1,0 +1,50 @@
+"""Assemble a `Captured` from a finalized graph and what the trace has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from ..graph.captured import Captured
+from ..graph.float_arguments import float_inputs
+from ..graph.guard_ops import value_guards
+from ..graph.nodes import returned_values
+from ..graph.opaque_ops import with_parts
+from ..opaque.recorder import Recorder
+from ..tensors.loss_outputs import OutputSelector, select_losses
+from .floats.float_inputs import FloatInputs
+from .joint.joint_graph import JointGraph
+from .values.value_run import ValueRun
+
+
+def assemble(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -> Captured:
+    """Return the captured step of a graph; `joint` has the roles of its placeholders and results."""
+    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    return Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+        counters=joint.counters,
+    )  # fmt: skip
+
+
+def with_guards(captured: Captured, values: ValueRun | None, recorder: Recorder | None) -> Captured:
+    """Add the guards of a graph for which forward has run once, and its opaque parts."""
+    parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
+    guards = with_parts(value_guards(captured.graph.graph), parts)
+    nbytes = values.nbytes if values is not None else 0
+    return replace(captured, guards=guards, opaque=parts, value_run_nbytes=nbytes)
+
+
+def with_floats(captured: Captured, floats: FloatInputs) -> Captured:
+    """Add the floats of the call that are inputs, and the values for which the graph would be another."""
+    inputs, special_values = float_inputs(captured.graph.graph), tuple(floats.trace.special_values)
+    return replace(captured, floats=inputs, special_values=special_values)
+
+
+def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
+    outputs = returned_values(graph.graph)
+    scalars = {place for place in tangents if outputs[place].meta["val"].numel() == 1}
+    return tuple(place for place in tangents if place not in scalars) if scalars else ()

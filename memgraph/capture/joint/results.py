@@ -1,0 +1,69 @@
+"""Tell what a forward returns apart: outputs of the graph, inputs that are passed through, and constants.
+
+return x, y, y, 3    ->   Ref("input", 0), Ref("output", 0), Ref("output", 0), 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graph.captured import Input, Ref, View
+from ...graph.tensor_numbers import TensorNumbers, as_tensor
+from ...tensors.traced_number import is_traced
+
+
+def references(
+    leaves: Sequence[Any], roles: Sequence[Input], passed: Mapping[int, Tensor], values: Sequence[Tensor],
+    numbers: TensorNumbers,
+) -> tuple[list[Any], dict[int, Tensor]]:  # fmt: skip
+    """Return references to the leaves of a result, and the tensors that become outputs, by identity.
+
+    Args:
+        roles: of the inputs.
+        passed: by position, those of the inputs that may be passed through.
+        values: all inputs.
+        numbers: that forward has read from tensors, and may return.
+    """
+    inputs = set(map(id, values))
+    differentiable = {leaf.untyped_storage()._cdata for leaf in _differentiated(leaves) if id(leaf) not in inputs}
+    outputs: dict[int, Tensor] = {}
+    refs: list[Any] = []
+    for leaf in leaves:
+        if is_traced(leaf) and leaf.node.trace is numbers:
+            tensor = as_tensor(leaf)
+            outputs[id(tensor)] = tensor
+            refs.append(Ref("output", len(outputs) - 1, is_number=True))
+        elif not isinstance(leaf, Tensor):
+            refs.append(leaf)
+        elif (ref := _input_ref(leaf, roles, passed, differentiable)) is not None:
+            refs.append(ref)
+        else:
+            outputs.setdefault(id(leaf), leaf)
+            refs.append(Ref("output", list(outputs).index(id(leaf))))
+    return refs, outputs
+
+
+def _input_ref(
+    leaf: Tensor, roles: Sequence[Input], passed: Mapping[int, Tensor], differentiable: Set[int]
+) -> Ref | None:
+    """Return a reference if a result is an input, or a view of one that autograd does not know.
+
+    `differentiable` are the storages with a result that autograd differentiates.
+    """
+    for i, value in passed.items():
+        # The gradient of a returned parameter leaves the graph summed with its others, and that of an input with
+        # those of its views: in the order in which autograd sums them.
+        needs_sum = roles[i].kind == "parameter" or value.untyped_storage()._cdata in differentiable
+        if leaf is value and not (needs_sum and value.requires_grad and torch.is_grad_enabled()):
+            return Ref("input", i)
+    views = ((i, View.of(leaf, value)) for i, value in passed.items())
+    return next((Ref("input", i, view) for i, view in views if view is not None), None)
+
+
+def _differentiated(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that autograd has to differentiate."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()]

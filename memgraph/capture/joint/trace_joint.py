@@ -1,0 +1,102 @@
+"""Run a call once on fake tensors, forward and backward, and record every op.
+
+    parameters, buffers, inputs, tangents -> forward ops, backward ops -> outputs, gradients, newly assigned buffers
+
+The graph may still have in-place ops, which `functionalize` replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ...graph.aten_shims import use_surrogates
+from ...graph.captured import Ref
+from ...graph.nodes import drop_aliases, drop_dead, returned_values
+from ...guards.attribute_snapshot import AttributeSnapshot
+from ...opaque.recorder import Recorder
+from ...opaque.traced_parts import TracedParts
+from ...tensors.loss_outputs import OutputSelector
+from ...tensors.traced_number import ValueNeededError
+from ..call import Call
+from ..constant_fake_mode import ConstantFakeMode
+from ..constants import describe_constants, refuse_trained_constants
+from ..fake_tensors import make_fake
+from ..python_state.counted_numbers import ChangedNumbers, Place
+from ..python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
+from ..saved.op_log import OpLog
+from ..sizes.whole_slices import drop_whole_slices
+from .eager_behavior import eager_behavior
+from .joint_graph import JointGraph
+from .traced_step import TracedStep
+
+
+def trace_joint(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog, recorder: Recorder | None = None
+) -> JointGraph:
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
+
+    Submodules whose calls were recorded are opaque. If the log is a rehearsal, the graph is empty.
+    """
+    with eager_behavior(call, mode) as before:
+        traced = partial(_traced, call, mode, wanted, before, recorder)
+        step, graph = traced(log)
+        counted: tuple[Place, ...] = ()
+        if step.changed is not None:
+            counted = step.changed.places
+            step, graph = _counted(traced, step, graph, step.changed)
+            log.compare(step.log)
+        again = log.again()
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*traced(again, counted)))
+        log.compare(again)
+    describe_constants(graph, mode)
+    refuse_trained_constants(step.trained, call.module)
+    return step.joint_graph(graph)
+
+
+def _counted(
+    traced: Callable[[OpLog, Sequence[Place]], tuple[TracedStep, fx.GraphModule]],
+    step: TracedStep,
+    graph: fx.GraphModule,
+    changed: ChangedNumbers,
+) -> tuple[TracedStep, fx.GraphModule]:
+    """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
+    if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
+        raise changed.error  # they run before the numbers are counted
+    try:
+        counted, other = traced(step.log.again(), changed.places)
+        is_same = is_same_step(_facts(step, graph), _facts(counted, other))
+    except Exception as error:
+        raise changed.error from error
+    if not is_same or counted.has_custom_functions:  # the backward of one may read the number
+        raise changed.error
+    return counted, other
+
+
+def _traced(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None,
+    log: OpLog, counted: Sequence[Place] = (),
+) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
+    fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
+    step = TracedStep(call, mode, wanted, before, log, counted)
+    step.parts = TracedParts(recorder) if recorder is not None else None
+    with step.provenance.tracking(), mode.tracing():
+        graph = make_fx(step)(*fakes)
+    if mode.sizes is not None:
+        drop_whole_slices(graph.graph, mode)
+    use_surrogates(graph.graph)
+    drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
+    drop_dead(graph.graph)
+    if step.numbers.has_escaped():
+        raise ValueNeededError("forward stores a number that it reads from a tensor")
+    return step, graph
+
+
+def _facts(step: TracedStep, graph: fx.GraphModule) -> TraceRecord:
+    """Return what must be the same in every call."""
+    leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
+    facts = step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)
+    return graph, facts, step.attributes_after

@@ -1,0 +1,167 @@
+"""The function of the first trace: forward on traced values, then backward from its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils import stateless
+
+from ...graph.captured import Input, Output
+from ...graph.counters import Counter
+from ...graph.provenance import ProvenanceTracer
+from ...graph.tensor_numbers import TensorNumbers
+from ...guards.attribute_snapshot import AttributeSnapshot
+from ...opaque.traced_parts import TracedParts, find_sums
+from ...tensors.loss_outputs import OutputSelector, reachable_nodes
+from ...tensors.pytree import Spec, flatten
+from ...tensors.traced_size import with_arguments
+from ..call import Call
+from ..constant_fake_mode import ConstantFakeMode
+from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
+from ..saved.op_log import OpLog
+from ..values.replay import ReplayValues
+from ..values.tensor_reads import answering
+from .assigned_buffers import assigned_buffers
+from .gradients import (
+    differentiate,
+    gradient_role,
+    gradient_sources,
+    has_custom_functions,
+    insert_tangent,
+    refuse_sparse,
+)
+from .joint_graph import JointGraph
+from .leaf_inputs import InputGradEdges
+from .results import references
+
+
+class TracedStep:
+    """The function that is traced."""
+
+    def __init__(
+        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
+        counted: Sequence[Place],
+    ) -> None:  # fmt: skip
+        self.call, self.mode, self.wanted, self.before, self.log = call, mode, wanted, before, log
+        self.counted = counted
+        self.changed: ChangedNumbers | None = None
+        self.counters: list[Counter] = []
+        self.provenance = ProvenanceTracer(call.module)
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.inputs = call.inputs
+        self.outputs: tuple[Output, ...] = ()
+        self.assigned: dict[int, Tensor] = {}
+        self.leaves: tuple[Any, ...] = ()
+        self.spec: Spec | None = None
+        self.differentiable: tuple[int, ...] = ()
+        self.sources: dict[Output, frozenset[int]] = {}
+        self.has_custom_functions = False
+        self.rewritten: dict[int, int] = {}
+        self.numbers = TensorNumbers()
+        self.grad_edges = InputGradEdges()
+        self.parts: TracedParts | None = None
+        self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
+        self.attributes_after: AttributeSnapshot
+
+    def joint_graph(self, graph: fx.GraphModule) -> JointGraph:
+        """Return the graph with the roles that the trace has found."""
+        assert self.spec is not None
+        return JointGraph(
+            graph, self.mode, self.inputs, self.outputs, tuple(self.assigned), self.leaves, self.spec,
+            self.differentiable, self.sources, self.has_custom_functions, self.rewritten, tuple(self.counters),
+        )  # fmt: skip
+
+    def __call__(self, *values: Tensor) -> list[Tensor]:
+        with self.log.recording(values, self.provenance.here):
+            results = self._run(values)
+            facts = self.inputs, self.outputs, tuple(self.assigned), self.differentiable, sorted(self.rewritten.items())
+            self.log.end(results, *facts)
+        return [] if self.log.is_rehearsal else results
+
+    def _run(self, values: Sequence[Tensor]) -> list[Tensor]:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        tracer = self.mode.tracer = proxy_mode.tracer
+        self.provenance.attach(tracer)
+        # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
+        self.numbers.tracer = tracer
+        numbers = self.numbers if self.mode.has_numbers else None
+        with answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers:
+            outputs = self._read(self._forward(values), values)
+            answers.in_backward = True
+            self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
+            gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
+        return [*outputs, *gradients, *self.assigned.values()]
+
+    def _results_of_ops(self) -> list[int]:
+        """Return the positions of inputs that are no autograd leaves, so that forward may change them."""
+        given = zip(self.inputs, self.call.tensors, strict=False) if torch.is_grad_enabled() else ()
+        return [i for i, (role, tensor) in enumerate(given) if role.kind == "input" and tensor.grad_fn is not None]
+
+    def _forward(self, values: Sequence[Tensor]) -> Any:
+        """Run the module with traced values in place of its parameters and buffers."""
+        traced = self.call.state(values)
+        names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
+        with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
+            parts = self.parts.replaced() if self.parts is not None else nullcontext()
+            with parts, counting(self.counted, self.counters):
+                result = self.call.run(values)
+            self.assigned = assigned_buffers(self.call.module, traced, self.inputs, names)
+        self.changed = take_back_numbers(self.before)
+        self.before.refuse_leaks(set(map(id, values)))
+        self.attributes_after = AttributeSnapshot(self.call.module, values)
+        return result
+
+    def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the distinct tensors of a result, and keep the rest as `leaves` and `spec`."""
+        leaves, self.spec = flatten(with_arguments(result) if self.mode.sizes is not None else result)
+        # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
+        rewritten = self.grad_edges.rewritten(values)
+        passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
+        refs, outputs = references(leaves, self.inputs, passed, values, self.numbers)
+        self.leaves = tuple(refs)
+        for i in rewritten:
+            outputs.setdefault(id(values[i]), values[i])
+            self.rewritten[i] = list(outputs).index(id(values[i]))
+        return list(outputs.values())
+
+    def _backward(self, values: Sequence[Tensor], outputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
+        """Return the gradients of all inputs that require one, for tangents that become further placeholders."""
+        candidates = {i: output for i, output in enumerate(outputs) if output.requires_grad}
+        self.differentiable = tuple(candidates)
+        nodes = reachable_nodes(output.grad_fn for output in candidates.values())
+        self.has_custom_functions = has_custom_functions(nodes)
+        needed = [i for i, value in enumerate(values) if value.requires_grad]
+        roots = self.wanted(candidates) if needed else ()
+        if not roots:
+            return []
+        tangents = [insert_tangent(outputs[i], i, tracer) for i in roots]
+        self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in roots))
+        leaves: list[Any] = [self.grad_edges.edges.get(i, values[i]) for i in needed]
+        self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
+        if self.parts is not None:
+            find_sums([outputs[i] for i in roots])
+        with self.provenance.naming_errors():
+            gradients = differentiate([outputs[i] for i in roots], leaves, tangents, values)
+        grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
+        self.sources = gradient_sources(
+            outputs, roots, dict(zip(map(gradient_role, (self.inputs[i] for i in needed)), leaves, strict=True))
+        )
+        refuse_sparse(grads)
+        self.outputs += tuple(map(gradient_role, grads))
+        return list(grads.values())
+
+    def _begin_backward(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
+        """Record the provenance of backward's ops, and which tensors besides the inputs it reaches."""
+        nodes = reachable_nodes(roots)
+        self.provenance.begin_backward(nodes)
+        variables = [getattr(node, "variable", None) for node in nodes]
+        self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]

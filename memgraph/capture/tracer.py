@@ -1,0 +1,100 @@
+"""Trace a call until all is known that its trace needs: values of tensors, and the submodules that run as they are.
+
+traced                               ->   forward asks for mask.any(): it runs once, and the answer is True
+traced with True                     ->   layers.2 can't be traced: forward runs once more, layers.2 as it is
+traced with True, layers.2 opaque    ->   captured
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch._subclasses import FakeTensor
+
+from ..errors import CaptureError
+from ..graph.captured import Captured
+from ..opaque.chosen_parts import OpaqueParts
+from ..system.frames import source_line
+from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
+from ..tensors.traced_number import TracedFloat, TracedInt
+from .floats.type_checks import TypeChecks
+from .reentrant_forward import can_run_again
+from .trace_call import Request, trace_call
+from .values.questions import ValuesNeeded, is_number
+from .values.value_run import Measure, ValueRun, run_for_values
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Tracer:
+    """Traces a call, and once it has asked for values or can't trace a submodule, with what a real run recorded."""
+
+    request: Request
+    measure: Measure
+    parts: OpaqueParts
+    values: ValueRun | None = None
+    needed: str = ""  # why numbers that forward reads from tensors can't vary
+    needs_values: bool = False
+
+    def sure(self, wanted: OutputSelector) -> Captured:
+        """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
+        captured = self.captured(wanted)
+        is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
+        if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
+            return captured
+        return self.captured(select_all)
+
+    def captured(self, wanted: OutputSelector) -> Captured:
+        sizes = self.request.sizes
+        while True:
+            try:
+                if self.needs_values or (self.parts.recorder is None and self.parts.reasons):
+                    self._run()
+                with sizes.tracing() if sizes is not None else nullcontext():
+                    return self._traced(wanted)
+            except ValuesNeeded as error:
+                if sizes is not None:
+                    raise  # such a call is captured with constant sizes
+                if self.values is not None:
+                    raise _backward_error(error) from None
+                self.needs_values = True
+            except CaptureError as error:
+                self.parts.add(error)
+
+    def _traced(self, wanted: OutputSelector) -> Captured:
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        traced = partial(trace_call, self.request, wanted, self.values, self.parts.recorder)
+        if self.needed or self.values is None or not any(map(is_number, self.values.answers)):
+            return traced()
+        checks = TypeChecks((TracedFloat, TracedInt))
+        try:
+            with checks.watching():
+                captured = traced(has_numbers=True)
+            if not checks.found:
+                return captured
+            needed = f"the type or identity of one may be checked at {checks.found}"
+        except Exception as error:  # the trace with numbers will say what is wrong with the call
+            needed = f"{error.__cause__ or error}"
+        captured, self.needed = traced(), needed
+        LOG.info("numbers that forward reads from tensors are guarded by their values: %s", needed)
+        return captured
+
+    def _run(self) -> None:
+        self.needs_values = False
+        with torch.set_grad_enabled(self.request.grad and torch.is_grad_enabled()):
+            call = self.request.call()
+            if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
+                raise CaptureError("forward branches on values of tensors, and shapes alone have none: give a batch")
+            self.values = run_for_values(call, self.measure, self.parts.recording)
+
+
+def _backward_error(error: ValuesNeeded) -> CaptureError:
+    return CaptureError(
+        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
+        "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
+    )
