@@ -9,35 +9,38 @@
 `help(memgraph.compile)` describes each argument; see also the README and `docs/`.
 """
 
-from .api.budget_sweep import sweep
-from .api.compiled_module import CompiledModule
-from .api.compiler import compile, plan
-from .api.training_state import load_state, save_state
-from .errors import (
-    AgreementError,
-    BudgetError,
-    CaptureError,
-    CollectiveError,
-    FusedError,
-    LoweringError,
-    MemgraphError,
-    NoPlanError,
-    OpaqueError,
-    PlanError,
-    RecordingError,
-    ShardError,
-    StateError,
-    TorchVersionError,
-    UpdateError,
-)
-from .oss import OSS, GradScaler, load_sharded, save_sharded
-from .report.budget_curve import Point, Sweep
-from .report.report import Report
-from .report.saved_plan import SavedPlan
-from .storage.pinned_pool import PinnedError
-from .storage.spill_file import SpillError
-from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
-from .tensors.buckets import pad_to_buckets
+from .system.garbage import paused_collector
+
+with paused_collector():  # what an import makes stays
+    from .api.budget_sweep import sweep
+    from .api.compiled_module import CompiledModule
+    from .api.compiler import compile, plan
+    from .api.training_state import load_state, save_state
+    from .errors import (
+        AgreementError,
+        BudgetError,
+        CaptureError,
+        CollectiveError,
+        FusedError,
+        LoweringError,
+        MemgraphError,
+        NoPlanError,
+        OpaqueError,
+        PlanError,
+        RecordingError,
+        ShardError,
+        StateError,
+        TorchVersionError,
+        UpdateError,
+    )
+    from .oss import OSS, GradScaler, load_sharded, save_sharded
+    from .report.budget_curve import Point, Sweep
+    from .report.report import Report
+    from .report.saved_plan import SavedPlan
+    from .storage.pinned_pool import PinnedError
+    from .storage.spill_file import SpillError
+    from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
+    from .tensors.buckets import pad_to_buckets
 
 __all__ = [
     "OSS",
