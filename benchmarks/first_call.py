@@ -1,6 +1,6 @@
 """How long the first call of a model takes, phase by phase, when nothing was measured before.
 
-    python -m benchmarks.first_call [gpt2] [cells] [mamba] [deep] [--share 0.6]
+    python -m benchmarks.first_call [gpt2] [cells] [many_cells] [mamba] [deep] [--share 0.6]
 
 Each call is made in a process of its own, on one thread, with an empty folder for the cache of costs: once with a
 budget that everything fits, and once with parameters, batch and a share of what the step holds above them.  CPU seconds
@@ -77,6 +77,11 @@ def cells() -> Call:
     return Cells(), (torch.randn(8, 300, 64),), {}
 
 
+def many_cells() -> Call:
+    """The same over 400 steps: 20,000 ops."""
+    return Cells(), (torch.randn(8, 400, 64),), {}
+
+
 def mamba() -> Call:
     """A Mamba of two layers, in transformers' slow path: a loop over 64 tokens."""
     ids = torch.randint(0, 256, (1, 64))
@@ -91,7 +96,13 @@ def deep() -> Call:
     return transformers.GPT2LMHeadModel(config), (ids,), {"labels": ids}
 
 
-CALLS: dict[str, Callable[[], Call]] = {"gpt2": gpt2, "cells": cells, "mamba": mamba, "deep": deep}
+CALLS: dict[str, Callable[[], Call]] = {
+    "gpt2": gpt2,
+    "cells": cells,
+    "many_cells": many_cells,
+    "mamba": mamba,
+    "deep": deep,
+}
 
 
 def main(
