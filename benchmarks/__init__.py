@@ -1,1 +1,1 @@
-"""What memgraph costs and spares: each module is a command, `python -m benchmarks.NAME`."""
+"""Benchmarks of memgraph's cost and savings; each module is a command: `python -m benchmarks.NAME`."""

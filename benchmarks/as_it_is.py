@@ -1,4 +1,4 @@
-"""What a captured step needs as it is, without any plan, beside what eager needs.
+"""Compare the memory of a captured step without a plan with eager's.
 
     python -m benchmarks.as_it_is [NAME ...]
 
@@ -25,7 +25,7 @@ COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager 
 
 
 def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Print one table; exit with 1 if a step takes more than eager, or does not fit a budget of its peak."""
+    """Print one table; exit with 1 if a step takes more than eager, or does not fit a budget of eager's peak."""
     table, over = Table(*COLUMNS, box=None), 0
     for case in CASES:
         if not names or case.name in names:
@@ -39,7 +39,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
 
 
 def peaks(case: Case) -> tuple[int, int, int]:
-    """The most bytes of an eager step, and of a captured one as forecast and as measured."""
+    """Return the peaks of an eager step, and of a captured one as forecast and as measured."""
     model, batch = fresh(case)
     given = [leaf for leaf in tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)]
     eager = resident_bytes([*model.parameters(), *model.buffers(), *given]) + eager_peak(case)
@@ -51,7 +51,7 @@ def peaks(case: Case) -> tuple[int, int, int]:
 
 
 def is_enough(case: Case, budget: int) -> bool:
-    """Whether a step fits such a budget, in the same loop."""
+    """Return True if a step fits such a budget, in the same loop."""
     model, batch = fresh(case)
     torch.manual_seed(0)
     compiled = memgraph.compile(model, budget)

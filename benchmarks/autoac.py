@@ -1,9 +1,9 @@
-"""torch's `activation_memory_budget`, run for real: its partition of the step, with the kernels that eager runs.
+"""Run torch's `activation_memory_budget` for real: its partition of the step, with eager's kernels.
 
     AutoAC(model, 0.2)(tokens, targets).backward()
 
-The min-cut partitioner of AOTAutograd decides what is computed again; nothing is decomposed or fused, so that only the
-choice differs from memgraph's. It is handed one joint graph and makes a forward and a backward of it.
+The min-cut partitioner of AOTAutograd decides which values are recomputed, and splits a joint graph into forward and
+backward. Nothing is decomposed or fused, so only the decisions differ from memgraph's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MANY = 1000  # dynamo gives up on a function that it has compiled more often
 
 
 class AutoAC:
-    """A model under a ratio; `added_us` are what its recomputation takes by the prices that memgraph plans with."""
+    """A model under a ratio; `added_us` is the time of its recomputation, by memgraph's prices."""
 
     def __init__(self, model: nn.Module, ratio: float) -> None:
         self.ratio = ratio
         self.added_us: float | None = None
         backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=self._partition)
-        # A backend of its own each, or dynamo would take the graph of another ratio.
+        # Each ratio has its own backend, because dynamo would otherwise reuse the graph of another one.
         self.compiled = torch.compile(model, backend=backend, dynamic=False)
 
     def __call__(self, *batch: Tensor) -> Tensor:

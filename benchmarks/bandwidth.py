@@ -1,8 +1,8 @@
-"""Measure how many bytes a second the kernels read and write, beside a plain copy on the device.
+"""Measure the bandwidth of the kernels, and of a plain copy on the device.
 
     rows(cuda)  ->  Figure("copy", 4200.0, "GB/s", 1.0), Figure("cast to bf16", 3900.0, "GB/s", 0.93), ...
 
-The goal is 85 % of the copy. On a CPU the fallbacks run, which says nothing of a GPU but that this program works.
+The goal is 85 % of the copy. On a CPU the fallbacks run, which shows only that this program works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Case = tuple[Callable[[], object], int]  # one run, and the bytes that it reads 
 
 
 def rows(device: torch.device, nbytes: int = 512 << 20, laps: int = 20) -> Iterator[Figure]:
-    """Every kernel on `nbytes` of float32, once its configs have been compared."""
+    """Measure every kernel on `nbytes` of float32, after it is autotuned."""
     tune_cast(device, narrow)
     config = best_config("cast", device, nbytes)
     name = f"cast: {config.block} numbers, {config.warps} warps" if config else "cast: the fallback"
@@ -43,7 +43,7 @@ def rows(device: torch.device, nbytes: int = 512 << 20, laps: int = 20) -> Itera
 
 
 def _rate(device: torch.device, run: Callable[[], object], nbytes: int, laps: int) -> float:
-    """The median of so many laps; in each it runs again before it has ended, so that no launch is waited for."""
+    """Return the median of `laps` laps; a lap queues several runs, so that launches are hidden."""
 
     def lap() -> None:
         for _ in range(TIMES):

@@ -1,8 +1,8 @@
-"""How fast copies to pinned memory go, alone and beside compute, and what compute loses by them.
+"""Measure copies to pinned memory, alone and during compute, and how much they slow compute down.
 
     rows(cuda)  ->  [Figure("copy out", 53.1, "GB/s"), Figure("copy out beside compute", 52.0, "GB/s", 0.979), ...]
 
-The goal is 90 % of the link's own rate while compute runs, and compute slowed by no more than 3 %.
+The goal is 90 % of the link's own rate during compute, and compute that is slower by at most 3 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAPS = 5
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, and its share of what it is to be compared with."""
+    """A measured value, and its ratio to a reference."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes of a copy, copies in a lap, and the width and number of the matrix products beside them."""
+    """The bytes of a copy, copies in a lap, and the width and number of the concurrent matrix products."""
 
     nbytes: int = 256 << 20
     copies: int = 8
@@ -45,7 +45,7 @@ USUAL = Load()
 
 
 def rows(device: torch.device, load: Load = USUAL) -> list[Figure]:
-    """Both directions, not yet run on a GPU; there is none on a CPU, where nothing runs beside anything."""
+    """Measure both directions; empty on a CPU, which has no streams. Not yet run on a GPU."""
     if device.type != "cuda":
         return []
     block = PinnedBlock(load.nbytes, device, CudaPinnedAllocator())
@@ -66,7 +66,7 @@ def _direction(
     compute()
     alone = median(_both(stream, copy, load.copies, None)[0] for _ in range(LAPS))
     computing = median(_both(stream, copy, 0, compute)[1] for _ in range(LAPS))
-    # The rate of as many copies as end before compute does, and compute beside so many that it ends before they do.
+    # To time copies, compute must outlast them; to time compute, the copies must outlast it.
     fewer, more = int(0.9 * computing / alone) or 1, int(1.5 * computing / alone) + 1
     copied = median(_both(stream, copy, fewer, compute)[0] for _ in range(LAPS))
     slowed = median(_both(stream, copy, more, compute)[1] for _ in range(LAPS))
@@ -80,7 +80,7 @@ def _direction(
 def _both(
     stream: torch.cuda.Stream, copy: Callable[[], object], copies: int, compute: Callable[[], None] | None
 ) -> tuple[float, float]:
-    """Milliseconds of one of `copies` on the stream, and of compute beside them."""
+    """Return the milliseconds of one of `copies` on the stream, and of concurrent compute."""
     copying, computing = ([torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
-"""Blocks of the size of GPT2-XL's and of Llama-3-8B's, a few of each, with a loss that reads all that comes out.
+"""A few blocks of the size of GPT2-XL's or Llama-3-8B's, with a loss on the whole output.
 
     loss = stack("llama-8b")(x)       # x: bf16[1, 4096, 4096]
 
-What a step of the whole model takes is what its blocks take; few are compiled in seconds.
+Blocks take most of the time of a model, and a few of them compile in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.nets import Block, Size, Through, plainly
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a stack is, and its batch."""
+    """The size of a stack, and of its batch."""
 
     blocks: int
     width: int
@@ -29,7 +29,7 @@ class Shape:
     shared: int = 1  # query heads that read the same keys
 
     def toy(self) -> Shape:
-        """The same, small enough for a CPU and a second."""
+        """Return a shape that is small enough for a CPU and a second."""
         inner = 96 if self.inner else 0
         return replace(self, blocks=2, width=64, heads=4, length=64, batch=2, inner=inner, shared=min(2, self.shared))
 
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 class Stack(nn.Module):
-    """Blocks one behind the other, and the mean square of what comes out."""
+    """A sequence of blocks, and the mean square of its output."""
 
     def __init__(self, shape: Shape, through: Through = plainly) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stack(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention with shared keys and turned positions, then a gated MLP, each beside a shortcut."""
+    """Grouped-query attention with rotary positions, then a gated MLP, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LlamaBlock(nn.Module):
 
 
 def stack(shape: Shape, device: torch.device, through: Through = plainly) -> tuple[Stack, Tensor]:
-    """A model in bfloat16 and its input, always the same."""
+    """Return a model in bfloat16 and its input, from a fixed seed."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Stack(shape, through).to(torch.bfloat16)

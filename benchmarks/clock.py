@@ -1,6 +1,6 @@
-"""Steps side by side: the bytes that each takes, and its time in turn with the others.
+"""Measure steps: the peak memory of each, and its time when it runs in turn with others.
 
-peak(model, batch, step)             # parameters, buffers and batch, and the most that a step allocates above them
+peak(model, batch, step)             # bytes of parameters, buffers and batch, and the peak that a step allocates
 in_turn({"eager": a, "ours": b}, 9)  # {"eager": [0.51, ...], "ours": [0.53, ...]}: seconds of nine rounds
 Pairs(found["ours"], found["eager"])  # ratio 1.039, middle half 1.021-1.060
 """
@@ -21,7 +21,7 @@ Step = Callable[[], object]  # forward and backward
 
 
 def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
-    """Forward and backward, with gradients made anew."""
+    """Return a function that runs forward and backward with new gradients."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -31,7 +31,7 @@ def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
 
 
 def peak(model: nn.Module, batch: Iterable[Tensor], step: Step) -> int:
-    """The most that lies there during a step."""
+    """Return the peak memory of a step, with parameters, buffers and batch."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     _, allocation = measure_peak(step)
@@ -49,7 +49,10 @@ def seconds_of(step: Step) -> float:
 def in_turn(
     steps: Mapping[str, Step], rounds: int, warm: int = 1, timed: Callable[[Step], float] = seconds_of
 ) -> dict[str, list[float]]:
-    """The seconds of every step in every round; each round begins with another of them, and the first only warm up."""
+    """Return the seconds of each step, round by round.
+
+    Each round begins with another step. The first `warm` rounds are not counted.
+    """
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm, rounds):
@@ -62,7 +65,7 @@ def in_turn(
 
 
 def middle(values: Iterable[float]) -> tuple[float, float, float]:
-    """The median between the ends of the middle half; a single value is all three."""
+    """Return the ends of the middle half, with the median between them."""
     several = list(values)
     if len(several) == 1:
         return several[0], several[0], several[0]
@@ -72,9 +75,9 @@ def middle(values: Iterable[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Two sides that ran in turn, one pair a round; seconds.
+    """The seconds of two steps that ran in turn, a pair for each round.
 
-    A ratio is taken within each pair, so that what else the machine does meanwhile hits both of its sides.
+    Ratios are taken within a pair, because other work on the machine slows both of its steps.
     """
 
     ours: Sequence[float]
@@ -82,7 +85,7 @@ class Pairs:
 
     @property
     def ratios(self) -> list[float]:
-        return [one / other for one, other in zip(self.ours, self.theirs, strict=True)]
+        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
     @property
     def ratio(self) -> float:
@@ -91,17 +94,17 @@ class Pairs:
 
     @property
     def ratio_text(self) -> str:
-        """The median of the ratios as it is printed in tables."""
+        """The median of the ratios, as tables print it."""
         return f"{self.ratio:.3f}"
 
     @property
     def spread_text(self) -> str:
-        """The middle half of the ratios as it is printed in tables."""
+        """The middle half of the ratios, as tables print it."""
         low, _, high = middle(self.ratios)
         return f"{low:.3f}-{high:.3f}"
 
 
 def ms_text(seconds: Iterable[float]) -> str:
-    """Seconds of one side as milliseconds: their median, and the middle half behind it."""
+    """Format seconds as milliseconds: the median, and the middle half."""
     low, median, high = (1e3 * value for value in middle(seconds))
     return f"{median:.1f} ({low:.1f}-{high:.1f})"

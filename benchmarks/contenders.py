@@ -1,8 +1,8 @@
-"""The ways to train blocks in less memory, each a step: torch's own, and memgraph at the peak of each.
+"""Compare torch's own ways to save memory with memgraph at the peak of each.
 
     rows("gpt2-xl", shape, laps, 10, left)   ->   Row("eager", 31.0 ms, 9.1 GB), ..., Row("memgraph", ...)
 
-A way that fails is a row with the error, and one for which there is no time any more a row that says so.
+A way that fails has a row with the error, and a way that is skipped for lack of time has a row that says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """How a stack is run: how its blocks are called, whether it is compiled, and in what context."""
+    """A way to run a stack: how blocks are called, a compiler if any, and a context."""
 
     name: str
     through: Through = plainly
@@ -56,9 +56,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """A way, or memgraph `beside` one at its peak; `taken` is None where it did not run, for the reason in `why`.
+    """A way, or memgraph at the peak of the way `beside`; if `taken` is None, `why` says why it did not run.
 
-    Where tokens are trained, there are so many `tokens` a second, at a `share` of the device's best.
+    For a language model: `tokens` a second, and the `share` of the device's best flop rate.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Row:
 
 
 def ways(device: torch.device) -> list[Way]:
-    """What runs on this device, in the order of what is most wanted; compiling for a CPU takes too long here."""
+    """Return the ways for this device, most important first. Compiling for a CPU would take too long."""
     on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
     compiled = [
         Way("compile", compiled=True),
@@ -86,8 +86,10 @@ def ways(device: torch.device) -> list[Way]:
 
 
 def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], float]) -> Iterator[Row]:
-    """A row as soon as it is measured, as long as there are seconds `left`; ours right behind what they stand beside,
-    so that there are pairs wherever the time ends."""
+    """Yield each row when it is measured, until no seconds are `left`.
+
+    Memgraph's row follows the way that it is compared with, so that there are pairs whenever time runs out.
+    """
     found: dict[str, Taken] = {}
     done: set[str] = set()
     for way in ways(laps.device):
@@ -96,7 +98,7 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], flo
             found[way.name] = row.taken
         yield row
         if way.name == "eager" and laps.device.type == "cuda":
-            continue  # what is compiled comes next, and says what a share is of
+            continue  # the compiled step comes next, and shares are of its activations
         for beside, budget in budgets(found, stack_nbytes(shape)):
             if beside not in done:
                 done.add(beside)
@@ -106,8 +108,8 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], flo
 def _beside(
     beside: str, budget: int, name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], float]
 ) -> Iterator[Row]:
-    """Ours at the peak of one."""
-    # Beside what is not compiled, no op of ours is either.
+    """Return the row of memgraph at the peak of a way."""
+    # Memgraph compiles ops only if the way that it is compared with does.
     lower = None if beside in PLAIN else "auto"
     plain = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
     yield tried(partial(_ours, plain, shape, laps, count, lower=lower), plain, left)
@@ -117,20 +119,20 @@ def _beside(
 
 
 def tried(run: Callable[[], Row], row: Row, left: Callable[[], float]) -> Row:
-    """What `run` finds, or why it finds nothing."""
+    """Return the result of `run`, or the reason why it failed."""
     seconds = left()
     if seconds <= 0:
         return replace(row, why="no time left")
     try:
         with within(seconds):
             return run()
-    except (Exception, Overtime) as error:  # one way that fails shall not take the others with it
+    except (Exception, Overtime) as error:  # a way that fails must not end the others
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:200]
         return replace(row, why=why)
 
 
 def budgets(found: dict[str, Taken], parameters: int) -> list[tuple[str, int]]:
-    """The peak of each way that saves anything, and shares of what the unhindered one takes above its parameters."""
+    """Return memgraph's budgets: the peaks of ways that save memory, and shares of the compiled step's activations."""
     plain = found.get("compile") or found.get("eager")
     if plain is None:
         return []
@@ -139,7 +141,7 @@ def budgets(found: dict[str, Taken], parameters: int) -> list[tuple[str, int]]:
 
 
 def stack_nbytes(shape: Shape) -> int:
-    """Bytes of parameters, of as many gradients, and of the input."""
+    """Return the bytes of parameters, their gradients, and the input."""
     model, x = stack(shape, torch.device("meta"))
     return 2 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()) + x.nbytes
 
@@ -165,7 +167,7 @@ def _ours(row: Row, shape: Shape, laps: Laps, count: int, **options: Any) -> Row
 
 
 def plan_of(report: memgraph.Report) -> str:
-    """How much of what a plan does."""
+    """Summarize a plan in one line."""
     fns = [op.fn for op in report.forecast.trace.ops]
     again = sum(bool(op.recomputes) for op in report.forecast.trace.ops)
     far = sum(isinstance(decision, Stream) for decision in report.plan)

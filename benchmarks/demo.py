@@ -1,20 +1,20 @@
-"""Train a GPT of 25 million parameters twice, eagerly and under a budget, and show that only memory and time differ.
+"""Train a GPT of 25 million parameters eagerly and under a budget: only memory and time differ.
 
-    eager     ->  the peak of its step, above what lies there for good: parameters, gradients, AdamW's states, a batch
-    memgraph  ->  the same step, the same losses, with 45 % of that on top of what lies there for good
+    eager     ->  the peak of its step, above its resident bytes: parameters, AdamW's states, a batch
+    memgraph  ->  the same step, the same losses, with 45 % of eager's activations
 
-Both start from one seed and see the same bytes of Python's own standard library.  Each has a process of its own, and
-they step in turn: what else the machine does meanwhile hits both.  Words, for both:
+Both start from one seed and read the same bytes of Python's standard library. Each has its own process, and they
+step in turn, because other work on the machine then slows both. In the output:
 
-- resident: parameters, buffers, AdamW's states and a batch, all of which are there when a step begins; for memgraph,
-  what it holds for its copies as well.
-- measured: resident, and the highest bytes above it during one whole step: forward, backward and update. Gradients are
-  among them, as each step begins without any. The profiler measures one step, which is not timed.
+- resident: parameters, buffers, AdamW's states and a batch, which exist when a step begins; for memgraph, its staging
+  as well.
+- measured: resident, and the peak above it in one step: forward, backward and update. Gradients are part of it, because
+  each step begins without them. The profiler measures one step, which is not timed.
 - eager's activations: eager's measured bytes less resident and a full set of gradients. Its peak comes when backward
-  begins and few gradients exist, so this is less than the activations truly take, and the budget is harder for it.
+  begins and few gradients exist, so this is less than the true size of activations, and the budget is tighter.
 - the budget, unless one is given: resident, a full set of gradients, and 45 % of eager's activations.
-- step: the median, and the middle half of all, of the steps that neither plan nor measure.  The ratio is that of a pair
-  of steps which follow each other: the median of all pairs, and the middle half.
+- step: the median and middle half of the steps without planning or measuring. The ratio is that of two steps,
+  one after the other: the median of all pairs, and the middle half.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Bytes:
-    """The bytes of a step, as in the words above."""
+    """The bytes of a step; the fields are explained above."""
 
     resident: int
     gradients: int
@@ -64,7 +64,7 @@ class Bytes:
 
 
 class Training:
-    """A training, eager without a budget; it lives in a process of its own."""
+    """A training in its own process; eager without a budget."""
 
     def __init__(self, shape: Shape, size: int, threads: int, budget: str | int | None = None) -> None:
         torch.set_num_threads(threads)
@@ -74,11 +74,11 @@ class Training:
         self.source, self.size, self.context = text(), size, shape.context
 
     def step(self, number: int) -> float:
-        """The loss of a step."""
+        """Run a step, and return its loss."""
         return step(self.called, self.optimizer, batch(self.source, number, self.size, self.context))
 
     def measured(self, number: int) -> tuple[float, Bytes]:
-        """The loss of a step, and its bytes, which a profiler counts."""
+        """Run a step, and return its loss and its bytes as measured by the profiler."""
         now = batch(self.source, number, self.size, self.context)
         held = staging(self.compiled.plan) if self.compiled is not None else 0
         resident = resident_bytes([*everlasting(self.model, self.optimizer), *now]) + held
@@ -88,7 +88,7 @@ class Training:
         return loss, Bytes(resident, resident_bytes(self.model.parameters()), allocation.peak)
 
     def report(self) -> tuple[str, int, float]:
-        """The report, the budget in bytes, and by how much the step was predicted to be longer than as it is."""
+        """Return the report, the budget in bytes, and the predicted overhead."""
         assert self.compiled is not None
         plan = self.compiled.plan
         return str(plan), plan.budget, plan.longer
@@ -99,7 +99,7 @@ class Training:
 
 @dataclass
 class Run:
-    """What one training was like."""
+    """The results of one training."""
 
     side: Side
     tick: Callable[[float], None]
@@ -152,7 +152,7 @@ def main(
 
 
 def trained(eager: Run, ours: Run, steps: int) -> Pairs:
-    """Both trainings but for our last step: eager is ahead by those that it has taken, the others are taken in turn."""
+    """Run all of eager's steps and all but the last of memgraph's: its first ones alone, then both in turn."""
     for _ in range(UNTIMED):
         ours.step()
     rounds = steps - 1 - UNTIMED
@@ -163,7 +163,7 @@ def trained(eager: Run, ours: Run, steps: int) -> Pairs:
 
 
 def fresh(shape: Shape) -> tuple[GPT, torch.optim.Optimizer]:
-    """The same parameters, and the same random numbers after them, each time."""
+    """Return a model, always with the same parameters and the same generator state."""
     torch.manual_seed(0)
     model = GPT(shape)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -178,14 +178,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
 
 
 def everlasting(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors that are there between steps."""
+    """Return the tensors that exist between steps."""
     yield from model.parameters()
     yield from model.buffers()
     yield from (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
 def staging(report: memgraph.Report) -> int:
-    """Bytes that memgraph holds for its copies, outside of any tensor that a profiler sees."""
+    """Return the bytes of staging, which a profiler does not see."""
     return int(report.forecast.by_kind["staging"].max(initial=0))
 
 
@@ -226,13 +226,13 @@ def compared(eager: Run, ours: Run, pairs: Pairs, budget: int, forecast: float, 
 
 
 def span(seconds: Iterable[float]) -> tuple[str, str]:
-    """The median, and the middle half."""
+    """Format the median, and the middle half."""
     low, median, high = middle(seconds)
     return f"{median:.2f} s", f"{low:.2f}-{high:.2f} s"
 
 
 def finish(eager: Run, ours: Run, budget: int, digests: tuple[str, str]) -> None:
-    """Say whether the promise was kept; the exit status does, too."""
+    """Print whether the promise was kept, and exit with 1 if not."""
     broken = []
     assert ours.bytes is not None
     if ours.bytes.measured > budget:
@@ -254,7 +254,7 @@ def mb(nbytes: int) -> str:
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Bars that move with each step and show its loss: one for each name that is asked for."""
+    """Show a progress bar with the loss for each name."""
     loss, count, clock = TextColumn("{task.fields[loss]}"), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(TextColumn("{task.description:9}"), BarColumn(), count, loss, clock, console=console) as bars:
 

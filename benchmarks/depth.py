@@ -1,10 +1,10 @@
-"""How plan time grows with the depth of a step: GPT of 6 to 96 equal layers, and where the time goes.
+"""Measure plan time against depth: GPTs of 6 to 96 equal layers, and the time of each part of the planner.
 
 gpt 24 layers, decomposed, 60 %  ->  0.21 s: 0.08 simulate, 0.04 linear, 0.03 whole, ...
 
     python -m benchmarks.depth FILE SHARE    # one plan in this process; prints a line of JSON
 
-Seconds are those of the processor, so that others on the machine hardly show.
+Times are CPU times, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A budget of a depth, and what its runs found: nodes, gap in percent, seconds in all and by part."""
+    """The results for a depth and a budget: nodes, gap in percent, total seconds, and seconds by part."""
 
     depth: int
     form: str
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class Clock:
-    """Seconds of the processor by part; what a part calls of another counts there alone."""
+    """CPU seconds by part; a part's time is without that of the parts that it calls."""
 
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     inner: list[float] = field(default_factory=lambda: [0.0])
@@ -104,7 +104,7 @@ def main(file: str, share: str) -> None:
 
 
 def depths(rounds: int, folder: Path | None) -> list[Row]:
-    """Every budget of every depth, one process at a time."""
+    """Measure every budget of every depth, one process at a time."""
     with tempfile.TemporaryDirectory() as temporary:
         return [row for depth in DEPTHS for form in FORMS for row in _depth(depth, form, rounds, folder or temporary)]
 

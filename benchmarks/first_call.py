@@ -1,4 +1,4 @@
-"""How long the first call of a model takes, phase by phase, when nothing was measured before.
+"""Measure the first call of a model by phases, with an empty cache of prices.
 
     python -m benchmarks.first_call [gpt2] [cells] [many_cells] [mamba] [deep] [--share 0.6]
 
@@ -34,7 +34,7 @@ from memgraph.planning import assembly, planner, pricing, search, step_graph
 
 Call = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
 
-# In the order in which they are shown.  What one of them calls of another counts for the other alone.
+# In the order of the table. The time of a phase is without that of the phases that it calls.
 PHASES: tuple[tuple[str, Any, str], ...] = (
     ("trace", trace_call, "trace_joint"),
     ("functionalize", trace_call, "functionalize"),

@@ -1,10 +1,10 @@
-"""Part D: the step time that memgraph predicts over the one that is measured, in one run.
+"""Part D: compare predicted with measured step time, in one run.
 
     gpt2   as it is  first 0.97  repriced 1.01     half of eager's activations  first 0.94  replanned 0.99
 
-Half: parameters, buffers, batch, and half of what eager holds above them.  First: what was predicted before any step
-had run, over the steps of that plan.  Repriced, replanned: with what the ops took in the second step, over the steps of
-the plan that was in force then.  Prices are measured when the step is planned; the steps of both plans are run in turn.
+Half: parameters, buffers, batch, and half of what eager holds above them.  First: the prediction
+before any step ran, over the steps of that plan. Repriced, replanned: the prediction from the op times of the second
+step, over the steps of the plan that followed. The steps of both plans run in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHEN = ("first", "repriced", "half: first", "half: replanned")
 
 @dataclass(frozen=True)
 class Ratio:
-    """A step of a model: what was predicted, and what it took, round by round, in microseconds."""
+    """The predicted time of a step, and its measured times, in microseconds."""
 
     model: str
     when: str
@@ -49,7 +49,7 @@ class Ratio:
 
 
 def forecast(rounds: int) -> list[Ratio]:
-    """All ratios of every model."""
+    """Return all ratios of every model."""
     return [ratio for case in CASES for ratio in _ratios(case, rounds)]
 
 
@@ -68,7 +68,7 @@ def _ratios(case: Case, rounds: int) -> list[Ratio]:
     half = memgraph.compile(model, budget, loss=case.loss)
     run(half)
     first = memgraph.compile(model, budget, loss=case.loss, plan=half.plan.to_json())  # which is kept
-    for _ in range(2):  # which show the times of the ops, and plan anew
+    for _ in range(2):  # the first of them times the ops, and the plan is made again
         run(half)
     run(first)
     taken |= _us({"first": partial(run, first), "half": partial(run, half)}, rounds)
@@ -85,7 +85,7 @@ def _us(steps: dict[str, partial[None]], rounds: int) -> dict[str, list[float]]:
 
 
 def _again(report: Report) -> float:
-    """What was predicted with the times of ops in a step: of the same plan, or of the one that took its place."""
+    """Return the prediction from op times of a real step, for the same plan or the one that replaced it."""
     return report.predicted_us if report.repriced_us is None else report.repriced_us
 
 

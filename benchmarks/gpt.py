@@ -1,9 +1,9 @@
-"""A byte-level GPT in plain PyTorch, and text to train it on: the source of Python's own standard library.
+"""A byte-level GPT in plain PyTorch, and its training text: the source of Python's standard library.
 
     model = GPT(Shape())                      # 25 million parameters
     loss = model(*batch(text(), step=0))      # 8 x 256 bytes; each predicts the byte after it
 
-It knows nothing of budgets, and draws random numbers (dropout) as any model may.
+It has dropout, as most models have, and no code for memgraph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the model is."""
+    """The size of the model."""
 
     layers: int = 8
     width: int = 512
@@ -32,7 +32,7 @@ class Shape:
 
 
 class GPT(nn.Module):
-    """Bytes and the bytes after them in, the mean loss out."""
+    """A language model over bytes that takes tokens and targets, and returns the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Look back, then think; each is added to what was there."""
+    """Attention, then an MLP, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every byte looks at itself and those before it."""
+    """Causal self-attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class Attention(nn.Module):
 
 
 def text() -> Tensor:
-    """Every byte of the standard library's source, without its tests, in the order of the files' names."""
+    """Return the source of the standard library without its tests, ordered by file name."""
     return torch.frombuffer(bytearray().join(path.read_bytes() for path in _sources()), dtype=torch.uint8)
 
 
 def batch(text: Tensor, step: int, size: int = 8, context: int = 256) -> tuple[Tensor, Tensor]:
-    """Passages of the text and the byte after each of theirs; the same for the same step, whatever was drawn before."""
+    """Return tokens and targets; they depend on the step only, and not on the global generator."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - context, (size, 1), generator=generator)
     passages = text[starts + torch.arange(context + 1)].long()
@@ -107,7 +107,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _draw(module: nn.Module) -> None:
-    """Small weights, so that the loss starts near that of guessing."""
+    """Initialize weights with small numbers, so that the first loss is near that of a uniform guess."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,12 +1,12 @@
-"""What memgraph pays on a GPU, all in one run; `make gpu` runs it behind the tests.
+"""Measure memgraph on a GPU in one run; `make gpu` runs it after the tests.
 
     python -m benchmarks.gpu [--seconds 420] [--laps 10] [--toy]
 
 Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
 eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
-the peak of each, once as CUDA graphs; then a model of 7B parameters, trained whole under 16 and 8 GB and by a plain
-rule.  What there is no time for is said.  benchmarks/results/<device>/<date>.json is written after each line, and one
-table comes last.  With --toy it is small enough for a CPU, to see that it works.  Not yet run on a GPU.
+the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB and by a plain
+rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written after each row,
+and a table is printed at the end. With --toy it is small enough for a CPU. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
             found += [one] if isinstance(one, Row) else []
             print(_line(one), file=sys.stderr, flush=True)
             run.write({"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
-    finally:  # also where somebody's patience has ended
+    finally:  # also after Ctrl-C
         console = Console(width=190)
         console.print(table(figures, found))
         console.print(str(run.path))
 
 
 def _rows(laps: Laps, count: int, toy: bool, end: float) -> Iterator[Row]:
-    """What one model leaves of its time is the next one's."""
+    """Yield all rows; time that one model does not use goes to the next."""
     begin = time.perf_counter()
     for i, (name, shape) in enumerate(SHAPES.items()):
         until = begin + (end - begin) * BLOCKS * (i + 1) / len(SHAPES)
@@ -72,7 +72,7 @@ def _rows(laps: Laps, count: int, toy: bool, end: float) -> Iterator[Row]:
 
 
 def _guarded(name: str, found: Iterator[Row]) -> Iterator[Row]:
-    """Rows, or one that says why there are no more."""
+    """Yield rows, and after an error a last one with its reason."""
     try:
         yield from found
     except Exception as error:
@@ -94,7 +94,7 @@ def _figures(device: torch.device, toy: bool, left: Callable[[], float]) -> Iter
         try:
             with within(min(PART, left())):
                 found.extend(part())
-        except (Exception, Overtime) as error:  # the rest is worth its time without it
+        except (Exception, Overtime) as error:  # the other figures are measured all the same
             found += [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
         yield from found
 

@@ -1,9 +1,9 @@
-"""The steps that the planner is tried on, as traces: large models in bf16, captured without their memory.
+"""Traces for the planner's benchmark: steps of large models in bf16, captured without memory.
 
     python -m benchmarks.graphs gpt12-d FILE    # the trace of GPT L12, decomposed to core aten
 
-Weights are never drawn or written, so that they take addresses and no memory; no op runs. Ops are priced by a roofline
-like an A100's. A decomposed graph (-d) is traced with torch's core-aten decompositions, each small op for itself.
+Weights are never written, so they take addresses and no memory; no op runs. Ops are priced by a roofline like an
+A100's. A decomposed graph (-d) is traced with torch's core-aten decompositions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAUNCH = 4.0  # microseconds
 
 @dataclass(frozen=True)
 class Graph:
-    """A model, and what it is called with."""
+    """A model, and the arguments of its call."""
 
     make: Callable[[], nn.Module]
     args: Callable[[], tuple[Tensor, ...]] = tuple
@@ -63,7 +63,7 @@ def main(name: str, file: Path) -> None:
 
 
 def trace_of(name: str) -> Trace:
-    """The priced step of a graph by its name; with -d behind it, decomposed."""
+    """Return the priced step of a graph by its name; the suffix -d decomposes it."""
     base, _, decomposed = name.partition("-")
     model = unwritten(GRAPHS[base].make)
     args, kwargs = GRAPHS[base].called_with
@@ -73,7 +73,7 @@ def trace_of(name: str) -> Trace:
 
 
 def unwritten(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model in bf16 whose weights hold whatever lies there."""
+    """Return a model in bf16 with uninitialized weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -89,14 +89,14 @@ def unwritten(make: Callable[[], nn.Module]) -> nn.Module:
 
 @contextmanager
 def decomposing() -> Iterator[None]:
-    """Capture traces every op as the core-aten ops that it is made of."""
+    """Make capture decompose every op into core-aten ops."""
     decomposed = partial(make_fx, decomposition_table=core_aten_decompositions())  # type: ignore[arg-type]
     with mock.patch.object(trace_joint, "make_fx", decomposed):
         yield
 
 
 def roofline(node: fx.Node) -> Cost:
-    """What an op takes: its flops, or its bytes in and out, whichever is slower, and a launch."""
+    """Return the time of an op: that of its flops or of its bytes, whichever is longer, and a launch."""
     if is_view(node):
         return Cost()
     nbytes = sum(value.untyped_storage().nbytes() for each in (*node.all_input_nodes, node) for value in tensors(each))

@@ -1,4 +1,4 @@
-"""What guards on values cost where they hold: the step's time as a ratio to the same step without its guards.
+"""Measure the cost of guards that hold: the ratio of a step's time to that of the same step without guards.
 
     python -m benchmarks.guards [--rounds 30] [--layers 12]
 
@@ -29,7 +29,7 @@ WIDTH, LENGTH, BATCH = 256, 128, 4
 
 
 class Checked(nn.Module):
-    """A transformer whose layers look at what they made."""
+    """A transformer whose layers branch on their results."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""A plain rule to train what does not fit: all weights and states lie in pinned memory, and come when their part runs.
+"""A plain rule to train a model that does not fit: weights and states are in pinned memory, and reloaded part by part.
 
-    forward    a part's weights come; it runs; they go; what it was called with stays
-    backward   they come again; the part runs once more and is differentiated; its states come; it is updated; all go
+    forward    reload a part's weights, run it, and free them; keep its input
+    backward   reload them, run the part again, differentiate it, reload its states, update it, and offload all
 
-One stream does all of it, one part after the other: no copy hides behind compute.  Not yet run on a GPU.
+All runs on one stream, so copies do not overlap with compute.  Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RULE = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 class Part:
-    """Some layers, whose weights and states lie on the host as three runs of numbers."""
+    """Some layers, whose weights and states are three flat tensors on the host."""
 
     def __init__(self, layers: nn.Module, device: torch.device, rooms: list[PinnedBlock]) -> None:
         self.layers, self.device = layers, device
@@ -36,7 +36,7 @@ class Part:
         self.drop()
 
     def fetch(self) -> Tensor:
-        """The weights come, as one run of numbers of which the parameters are views."""
+        """Reload the weights as one flat tensor, whose views are the parameters."""
         flat = self.weights.to(self.device, non_blocking=True)
         begin = 0
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
@@ -45,13 +45,13 @@ class Part:
         return flat
 
     def drop(self) -> None:
-        """The weights go; on the host they are the same."""
+        """Free the weights on the device; the host has the same ones."""
         self.shapes = getattr(self, "shapes", [parameter.shape for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.data, parameter.grad = parameter.detach().new_empty(0), None
 
     def step(self, flat: Tensor) -> None:
-        """Update by the gradients that are there, and let all go."""
+        """Update the weights with the gradients, and offload all."""
         gradient = torch.cat([p.grad.flatten() for p in self.parameters if p.grad is not None])
         state: dict[str, Any] = {k: v.to(self.device, non_blocking=True) for k, v in self.states.items()}
         state["step"] = torch.tensor(float(self.taken))
@@ -64,7 +64,7 @@ class Part:
 
 
 class Hosted:
-    """A language model by its parts: what makes vectors of tokens, blocks, and norm and head with the loss."""
+    """A language model in parts: embedding, blocks, and norm and head with the loss."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], device: torch.device) -> None:
         self.rooms: list[PinnedBlock] = []
@@ -72,7 +72,7 @@ class Hosted:
         self.parts = [Part(part, device, self.rooms) for part in parts]
 
     def step(self, now: Tensor, then: Tensor) -> Tensor:
-        """Train one batch; the loss."""
+        """Train on one batch, and return the loss."""
         first, *blocks, last = self.parts
         kept = [now]
         for part in (first, *blocks):
@@ -92,7 +92,7 @@ class Hosted:
         return found[0]
 
     def close(self) -> None:
-        """Give the host's memory back."""
+        """Free the memory on the host."""
         if self.rooms and torch.cuda.is_available():
             torch.cuda.synchronize()
         for part in self.parts:
@@ -102,7 +102,7 @@ class Hosted:
 
 
 def _again(part: Part, run: Any, x: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Run a part once more, differentiate and update it; its result, and the gradient of `x`."""
+    """Run a part again, differentiate and update it; return its result, and the gradient of `x`."""
     flat = part.fetch()
     if x.is_floating_point():
         x = x.detach().requires_grad_()
@@ -115,7 +115,7 @@ def _again(part: Part, run: Any, x: Tensor, gradient: Tensor | None = None) -> t
 
 
 def _room(count: int, dtype: torch.dtype, device: torch.device, rooms: list[PinnedBlock]) -> Tensor:
-    """Zeros on the host, pinned if the device is a GPU."""
+    """Return zeros on the host, pinned if the device is a GPU."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=dtype)
     rooms.append(PinnedBlock(-(-count * dtype.itemsize // 4096) * 4096, device, CudaPinnedAllocator()))

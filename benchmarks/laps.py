@@ -1,9 +1,9 @@
-"""What a step takes on a device: its time, lap by lap, and its bytes.
+"""Measure a step on a device: the time of each lap, and its memory.
 
     took = Laps(device).of(step, 10)     Taken(ms=(12.1, 12.0, ...), peak=3.1e9, reserved=3.3e9)
 
-On a GPU events tell the times and the caching allocator the bytes, of everything that lies there.  On a CPU the clock
-and the profiler do; `reserved` is 0 there.
+On a GPU, times are from events, and bytes from the caching allocator: all that are allocated. On a CPU they are from
+the clock and the profiler, and `reserved` is 0.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Step = Callable[[], object]
 
 
 class Overtime(BaseException):
-    """Something takes too long.  It is no Exception, which a compiler would take for one of its own and go on."""
+    """A time limit was reached. It is not an Exception, because compilers catch those and go on."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Let what runs here take no longer.  It is stopped between two lines of Python, every second until it stops.
+    """Limit the time of the body. It is interrupted between two lines of Python, every second until it stops.
 
     Raises:
-        Overtime: it would have.
+        Overtime: the limit was reached.
     """
 
     def late(*_: object) -> None:
@@ -50,7 +50,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Taken:
-    """Milliseconds of each lap; the most bytes at once, allocated and reserved."""
+    """The milliseconds of each lap, and the peaks of allocated and reserved bytes."""
 
     ms: tuple[float, ...]
     peak: int
@@ -58,23 +58,23 @@ class Taken:
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """The median between the ends of the middle half."""
+        """The ends of the middle half, with the median between them."""
         return middle(self.ms)
 
 
 @dataclass(frozen=True)
 class Laps:
-    """Measures on one device."""
+    """Measures steps on one device."""
 
     device: torch.device
 
     def of(self, step: Step, laps: int, there: Iterable[Tensor] = ()) -> Taken:
-        """Run a step that has run before; `there` is what lay on the device then."""
+        """Measure a step that has run before; `there` are the tensors on the device before it."""
         peak, reserved = self.bytes(step, there)
         return Taken(tuple(self.ms(step) for _ in range(laps)), peak, reserved)
 
     def ms(self, step: Step) -> float:
-        """The milliseconds of one run."""
+        """Return the milliseconds of one run."""
         if self.device.type != "cuda":
             begin = time.perf_counter()
             step()
@@ -88,7 +88,7 @@ class Laps:
         return float(events[0].elapsed_time(events[1]))
 
     def bytes(self, step: Step, there: Iterable[Tensor]) -> tuple[int, int]:
-        """The most that lies on the device in one run, and the most that is kept for it."""
+        """Return the peaks of allocated and of reserved bytes in one run."""
         gc.collect()
         if self.device.type != "cuda":
             _, allocation = measure_peak(step)
@@ -102,7 +102,7 @@ class Laps:
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def clear(self) -> None:
-        """Forget compiled code and what the allocator keeps, so that the next does not run in it."""
+        """Drop compiled code and cached memory, so that they do not count for the next step."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":

@@ -1,10 +1,9 @@
-"""A process with a hard memory limit, in which eager dies and memgraph finishes the same step.
+"""Run a step under a hard memory limit: eager runs out of memory, and memgraph finishes.
 
     python -m benchmarks.limit [--layers 8] [--batch 16] [--share 0.4]
 
-Both children build the same GPT and forbid themselves, by RLIMIT_DATA, more private memory than they have plus what the
-budget leaves above the parameters, plus a slack for what is no tensor: the captured graph, generated code, threads'
-stacks.
+Both children build the same GPT and limit their private memory by RLIMIT_DATA. The limit is the memory that they have,
+what the budget leaves above the parameters, and a slack for the captured graph, generated code and stacks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def main(layers: int = 8, size: Annotated[int, typer.Option("--batch")] = 16, sh
 
 
 def run_child(name: str, layers: int, size: int, budget: int) -> tuple[int, str]:
-    """How a child ends, and its last line."""
+    """Run a child; return how it ended, and its last line."""
     code = f"from benchmarks.limit import child; child({name!r}, {layers}, {size}, {budget})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     lines = (ended.stdout + ended.stderr).strip().splitlines()
@@ -49,10 +48,10 @@ def run_child(name: str, layers: int, size: int, budget: int) -> tuple[int, str]
 
 
 def child(name: str, layers: int, size: int, budget: int) -> None:
-    """One training step under the limit."""
+    """Run one training step under the limit."""
     torch.manual_seed(0)
     model, given = GPT(Shape(layers)), batch(text(), 0, size)
-    torch.ones(512, 512) @ torch.ones(512, 512)  # the thread pool's stacks are there from now on
+    torch.ones(512, 512) @ torch.ones(512, 512)  # allocates the stacks of the thread pool before the limit is set
     return_freed_memory()
     there = sum(p.nbytes for p in model.parameters())
     limit = data_nbytes() + (budget - there) + SLACK_NBYTES
@@ -66,7 +65,7 @@ def child(name: str, layers: int, size: int, budget: int) -> None:
 
 
 def data_nbytes() -> int:
-    """The private memory that counts against RLIMIT_DATA."""
+    """Return the private memory that counts against RLIMIT_DATA."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0
 

@@ -3,8 +3,8 @@
     python -m benchmarks.models [NAME ...] [--share 0.3] [--rounds 7]
 
 Some AdamW steps each, from the same seeds.  MB are of the whole step without the optimizer; `error` is forecast over
-measured.  Then forward and backward of both run in turn: `step/eager` is the median ratio of a round, with the middle
-half of all behind it.
+measured.  Then forward and backward of both run in turn: `step/eager` is the median ratio of a round, with the
+middle half after it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(
 
 
 def _paired(case: Case, budget: int, rounds: int) -> Pairs:
-    """Forward and backward under a budget, and eager's, in turn."""
+    """Time forward and backward under a budget in turn with eager's."""
     plain, batch = fresh(case)
     model, _ = fresh(case)
     ours = memgraph.compile(model, budget, loss=case.loss)

@@ -2,8 +2,8 @@
 
     loss = GPT(Size(layers=12, width=768, heads=12))(tokens, targets)
 
-Their sizes are arguments, so that the same code is traced large without memory, and runs small on a CPU. None of them
-draws random numbers.
+Sizes are arguments: large models are traced without memory, and small ones run on a CPU. There are no random
+numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # of a ResNet-50: 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a language model is."""
+    """The size of a language model."""
 
     layers: int
     width: int
@@ -33,17 +33,17 @@ class Size:
 
 
 def plainly(block: nn.Module, x: Tensor) -> Tensor:
-    """Just call it."""
+    """Call a block without a checkpoint."""
     return block(x)
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Keep what goes in, and run the block again in backward."""
+    """Call a block with a checkpoint: backward recomputes it from its input."""
     return checkpoint(block, x, use_reentrant=False)
 
 
 class GPT(nn.Module):
-    """Tokens and the tokens after them in, the mean loss out."""
+    """A language model that takes tokens and targets, and returns the mean loss."""
 
     def __init__(self, size: Size, through: Through = plainly) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each beside a shortcut."""
+    """Attention, then an MLP, each with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every token looks at itself and those before it."""
+    """Causal self-attention."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def plain_mlp(width: int) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Each level's last activation waits for the way up, where it is concatenated."""
+    """A U-Net: each level's last activation is concatenated on the way up."""
 
     def __init__(self, width: int = 64, levels: int = 4) -> None:
         super().__init__()

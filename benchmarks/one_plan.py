@@ -1,8 +1,8 @@
-"""One plan in a process of its own, which knows no torch: its peak memory is the planner's.
+"""Make one plan in its own process, without torch, so that its peak memory is the planner's.
 
     python -m benchmarks.one_plan FILE SHARE LINK    # bytes per microsecond each way, 0 for no link
 
-A share is of what the step holds above its inputs if nothing is decided. Prints one line of JSON.
+A share is of the step's peak above its inputs without a plan. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from passes.lp.relax import relax
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a budget, in percent of the step as it is.
+    """The result for a budget, in percent of the step without a plan.
 
     `outcome` is "fits", or "floor" (what must be in use at once is more), "proven" (the linear program of all plans has
     no point), "single" (that of the plans that run each value again at most once has none), "none" (nothing is proven).
@@ -55,7 +55,7 @@ def main(file: str, share: str, link: str) -> None:
 
 
 def _facts(trace: Trace, plain: Forecast, inputs: int) -> dict[str, float]:
-    """The step as it is; bytes are above its inputs."""
+    """Describe the step without a plan; bytes are above its inputs."""
     return {"nodes": len(trace.ops), "keep_ms": plain.us / 1e3, "keep_bytes": plain.peak - inputs}
 
 
@@ -89,7 +89,7 @@ def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> F
 
 
 def _proven(trace: Trace, machine: Machine) -> str:
-    """What the linear program says of a budget for which there was no plan; the planner's error does not say it."""
+    """Return the proof of the linear program that no plan fits a budget; the planner's error does not have it."""
     relaxed = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), machine.budget))
     if relaxed is None:
         return "proven"

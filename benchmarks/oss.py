@@ -1,4 +1,4 @@
-"""The sharded optimizer beside DDP with the plain one, torch's ZeroRedundancyOptimizer and FairScale's OSS.
+"""Compare the sharded optimizer with DDP, torch's ZeroRedundancyOptimizer and FairScale's OSS.
 
     python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12] [--compiled]
 
@@ -64,7 +64,7 @@ def main(
 
 
 def launched(module: str, ranks: int, flag: str | None = None, **options: int) -> list[dict[str, Any]]:
-    """The rows that a program writes to its `found` when it is run in so many processes."""
+    """Run a program under torchrun, and return the rows that it writes to its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
@@ -76,7 +76,7 @@ def launched(module: str, ranks: int, flag: str | None = None, **options: int) -
 
 
 def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> None:
-    """What one process does."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> 
         training = {name: _training(module, one, x) for name, (module, one) in optimizers.items()}
         trained = in_turn(training, rounds, WARM, together)
         bytes_of = {name: _most(_state_bytes(one)) for name, (_, one) in optimizers.items()}
-        # What is not of DDP averages, too, which is not its step alone.
+        # Without DDP, `step()` also averages gradients, so its time would not be of the update alone.
         stepping = {name: pair for name, pair in optimizers.items() if pair[0] is wrapped}
         for _, one in optimizers.values():
             if isinstance(one, memgraph.OSS):
@@ -110,7 +110,7 @@ def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> 
 
 
 def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
-    """Each with the module that it trains."""
+    """Return each optimizer with the module that it trains."""
     given: dict[str, Any] = {"lr": 1e-5, "fused": fused or None}
     shared = list(wrapped.parameters())
     return {
@@ -123,7 +123,7 @@ def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, 
 
 
 def _compiled(modules: Iterable[nn.Module], fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
-    """The same of modules that memgraph runs, with room for everything."""
+    """Return the same for modules that memgraph compiles with an ample budget."""
     found: dict[str, tuple[nn.Module, optim.Optimizer]] = {}
     for module, gather in zip(modules, ("step", "forward"), strict=False):
         optimizer = memgraph.OSS(module.parameters(), optim.Adam, gather=gather, lr=1e-5, fused=fused or None)
@@ -148,13 +148,13 @@ def _step(module: nn.Module, optimizer: optim.Optimizer) -> Step:
 
 
 def together(step: Step) -> float:
-    """Seconds until the last rank is done."""
+    """Return the seconds until the last rank is done."""
     dist.barrier()
     return _most(seconds_of(step))
 
 
 def _most(value: float) -> float:
-    """The largest on any rank."""
+    """Return the maximum over all ranks."""
     every = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(every, dist.ReduceOp.MAX)
     return every.item()

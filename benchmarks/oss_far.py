@@ -1,10 +1,10 @@
-"""A sharded optimizer whose states live on disk: the smallest budget of a rank with and without, and a step beside.
+"""Measure a sharded optimizer with states on disk: the smallest budget of a rank, and the time of a step.
 
     python -m benchmarks.oss_far [--ranks 2] [--rounds 7] [--width 1024] [--layers 12]
 
-Starts torchrun with so many gloo processes, each on one thread, that train a net with AdamW: with room for all, with
-the smallest budget if states stay near, and with the smallest if they need not. Steps are taken in turn, each until the
-last rank is done; results/oss_far.json has every round.
+Starts torchrun with so many gloo processes, each on one thread, that train a net with AdamW: with an ample budget,
+with the smallest budget if states stay on the device, and with the smallest if they may be offloaded. Steps run in
+turn, each until the last rank is done; results/oss_far.json has every round.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(
 
 
 def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
-    """What one process does."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -90,7 +90,7 @@ def _loss(y: Tensor) -> Tensor:
 
 
 def _smallest(made: Any, x: Tensor, offload: str | None) -> int:
-    """The smallest budget for which there is a plan, gradients that would be added to left out."""
+    """Return the smallest budget that has a plan, without gradients to accumulate into."""
     try:
         made(1000, offload)[0](x)
     except memgraph.BudgetError as error:
