@@ -1,10 +1,9 @@
-"""What memgraph costs when nothing is needed: the step's time as a ratio to eager's.
+"""Measure memgraph's overhead under a large budget: the ratio of the step's time to eager's.
 
     python -m benchmarks.overhead [NAME ...] [--rounds 20]
 
 Eager and memgraph run in turn in one process, forward and backward, with the same seeds; the ratio is taken in each
-round, and the table gives its median and its middle half.  The budget is large, so the emitted graph must hold no
-memory ops.
+round, and the table gives its median and its middle half. The budget is large, so the graph must have no memory ops.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None, rounds: in
 
 
 def _compare(case: Case, rounds: int, table: Table) -> float:
-    """The median ratio of a model, which gets a row."""
+    """Add a row for a model, and return its median ratio."""
     plain, batch = fresh(case)
     model, _ = fresh(case)
     ours = memgraph.compile(model, "20GB", loss=case.loss)

@@ -1,13 +1,13 @@
-"""How much of a step that waits for its disk goes on beside compute: a section of `benchmarks.state`.
+"""Measure how far transfers to disk overlap with compute: a section of `benchmarks.state`.
 
     forecast 9.99 s; alone, compute 3.82 s and the disk 8.45 s   ->   1.18 of the longer
 
-Of the plan that is in force when it is measured: compute alone is what the ops, their re-runs, the begin of each copy
-and the updates take; the disk alone carries all bytes of the step, out and back, the update's among them.  Where the
-links are two, transfer is the longer of them.
+Both are of the plan that is measured. Compute alone is the time of the ops, their recomputation, the start of each
+copy, and the updates. The disk alone copies all bytes of the step and its update, out and back; with a link for each
+direction, transfer is the longer one.
 
-With `--disk` the disk is held to so many MB/s, one way at a time: a step that waits for it in any case, and whose time
-depends less on what else the machine does.
+With `--disk` the disk is limited to so many MB/s, one direction at a time, so that the step waits for it in any case,
+and its time depends less on other work of the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from passes.ir.ops import FREE, WAIT
 from passes.simulate.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
-LATE = 0.001  # seconds that a disk that is held may catch up
+LATE = 0.001  # seconds that the limited disk may catch up
 COLUMNS = ("update", "budget MB", "forecast s", "compute s", "transfer s", "of the longer", "gap %") + (
     ("step s", "forecast/step", "middle half", "repriced/step")
 )  # fmt: skip
@@ -42,7 +42,7 @@ COLUMNS = ("update", "budget MB", "forecast s", "compute s", "transfer s", "of t
 
 @dataclass(frozen=True)
 class Alone:
-    """Microseconds that compute takes without copies, and what carries them without compute."""
+    """Microseconds of compute without copies, and of the copies without compute."""
 
     compute: float
     transfer: float
@@ -59,7 +59,7 @@ def overlap(
     width: int = 1024,
     disk: Annotated[float, typer.Option(help="MB/s of the disk at most; 0: as it is")] = 0.0,
 ) -> None:
-    """Print the step as forecast beside what compute and the disk take alone, and beside the step as measured."""
+    """Print the forecast step time, the times of compute and disk alone, and the measured step time."""
     rows = list[Row]()
     held = f", the disk held to {disk:g} MB/s" if disk else ""
     table = Table(*COLUMNS, title=f"{layers} layers of width {width}, Adam{held}; a step and its queues", box=None)
@@ -79,7 +79,7 @@ def overlap(
 
 @contextmanager
 def held_to(rate: float) -> Iterator[None]:
-    """Let the disk carry so many MB/s and one way at a time; 0: as it is.  Nothing that is measured so is kept."""
+    """Limit the disk to so many MB/s, one direction at a time; 0 for no limit. These measurements are not cached."""
     if not rate:
         yield
         return
@@ -107,7 +107,7 @@ def _slowed(transfer: Callable[..., None], rate: float) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found at one budget: the microseconds of the step as forecast, and the seconds of each as it was."""
+    """The results for one budget: forecast microseconds of the step, and measured seconds of each."""
 
     fused: bool
     budget: int
@@ -142,7 +142,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def queues(forecast: Forecast, machine: Machine) -> Alone:
-    """What each queue of the step takes alone."""
+    """Return the time of each queue of the step alone."""
     compute, took = 0.0, {"out": 0.0, "back": 0.0}
     trace, ends = forecast.trace, (*forecast.begins[1:], forecast.us)
     for op, begin, end in zip(trace.ops, forecast.begins, ends, strict=True):

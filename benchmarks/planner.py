@@ -1,4 +1,4 @@
-"""The planner: near the optimum, with a proof, fast; and better than the rivals when run for real.
+"""Benchmark the planner: its gap, its bounds, its time, and its plans in real steps beside rivals.
 
     python -m benchmarks.planner simulated [GRAPH ...] [--folder DIR]   # large traces, priced by a roofline
     python -m benchmarks.planner real [PART ...] [--rounds 9]           # parts: rivals, blocks, forecast
@@ -6,7 +6,7 @@
     python -m benchmarks.planner all
 
 `rivals` is torch's activation_memory_budget, `blocks` torch.utils.checkpoint of each block, both at equal measured
-peak; `forecast` is predicted over measured step time.  What is missed is said to be; the exit status is 0 all the same.
+peak; `forecast` is predicted over measured step time.  Goals that are missed are printed as such; the exit status is 0.
 Figures go to benchmarks/results/ as well.
 """
 
@@ -31,7 +31,7 @@ Folder = Annotated[Path | None, typer.Option(help="Where traces are kept from ru
 
 @app.command("simulated")
 def simulate(names: Annotated[list[str] | None, typer.Argument()] = None, folder: Folder = None) -> None:
-    """Overhead, bound, gap, plan time and memory on large traces."""
+    """Print overhead, bound, gap, plan time and memory on large traces."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     rows = simulated.simulated(names, folder)
@@ -43,7 +43,7 @@ def simulate(names: Annotated[list[str] | None, typer.Argument()] = None, folder
 
 @app.command("depth")
 def against_depth(rounds: Annotated[int, typer.Option(min=1)] = 3, folder: Folder = None) -> None:
-    """Plan time of steps of 6 to 96 equal layers, and where it goes."""
+    """Print plan time for steps of 6 to 96 equal layers, by parts of the planner."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     rows = depth.depths(rounds, folder)
@@ -55,8 +55,8 @@ def against_depth(rounds: Annotated[int, typer.Option(min=1)] = 3, folder: Folde
 def real(
     parts: Annotated[list[str] | None, typer.Argument()] = None, rounds: Rounds = 9, threads: Threads = None
 ) -> None:
-    """Steps that run on this CPU, beside torch's own ways to save memory."""
-    import torch  # what only plans does without
+    """Run steps on this CPU beside torch's own ways to save memory."""
+    import torch  # here, because only this part needs it
 
     from benchmarks import forecast, rivals
 
@@ -78,7 +78,7 @@ def real(
 
 @app.command("all")
 def everything(rounds: Rounds = 9, folder: Folder = None, threads: Threads = None) -> None:
-    """All, one after the other."""
+    """Run all of the benchmark."""
     simulate(None, folder)
     against_depth(folder=folder)
     real(None, rounds, threads)

@@ -1,8 +1,8 @@
-"""How long capture and planning of GPT2-124M take.
+"""Measure capture and planning of GPT2-124M.
 
     python -m benchmarks.planning [--layers 12] [--batch 4] [--length 256] [--share 0.5]
 
-The budget is parameters, buffers and batch, and a share of what the step holds above them if nothing is decided.
+The budget is parameters, buffers and batch, and a share of the step's peak above them without a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes import Machine, make_plan, predict
 
 
 def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[float, typer.Option()] = 0.5) -> None:
-    """Print the seconds of each room, and what the plan comes to."""
+    """Print the seconds of each phase, and a summary of the plan."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
     ids = torch.randint(0, 50257, (batch, length))

@@ -1,4 +1,4 @@
-"""What a benchmark found, with what it was found on: a file of JSON that later runs add to.
+"""Write the results of a benchmark, with machine and versions, to a JSON file that later runs extend.
 
 write("planner", "simulated", rows)   ->   results/planner.json: {"simulated": {"date": ..., "rows": [...]}}
 Run(cuda, "gpu").write({"rows": rows})    ->   results/nvidia-h200/2026-01-31T120000Z.json
@@ -27,7 +27,7 @@ CPUS = Path("/proc/cpuinfo")
 
 
 def write(name: str, part: str, rows: list[Any]) -> Path:
-    """Put a part into the file of a benchmark, in the place of what an earlier run put there."""
+    """Write a section of a benchmark's file; it replaces that of an earlier run."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
     whole = json.loads(path.read_text()) if path.is_file() else {}
@@ -37,14 +37,14 @@ def write(name: str, part: str, rows: list[Any]) -> Path:
 
 
 class Run:
-    """A file of its own for what one run finds on a device; it may be written again whenever more is found."""
+    """A file for the results of one run on a device, written again after each result."""
 
     def __init__(self, device: torch.device, benchmark: str) -> None:
         self.about = {**surroundings(benchmark), **_of(device)}
         self.path = FOLDER / slug(device) / f"{self.about['date'].replace(':', '').replace('+0000', 'Z')}.json"
 
     def write(self, found: dict[str, Any]) -> Path:
-        """What was found so far, in the place of what was there; whoever stops this run finds one or the other."""
+        """Replace the file atomically, so that a run that is stopped leaves a whole one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({**self.about, **found}, indent=1) + "\n")
@@ -52,7 +52,7 @@ class Run:
 
 
 def slug(device: torch.device) -> str:
-    """The device as the name of a folder."""
+    """Return a folder name for the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -65,7 +65,7 @@ def _of(device: torch.device) -> dict[str, Any]:
 
 
 def surroundings(benchmark: str = "planner") -> dict[str, Any]:
-    """The machine, the versions, and what was asked."""
+    """Describe the machine, the versions, and the command line."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
@@ -85,7 +85,7 @@ def _version(package: str) -> str:
 
 
 def _digest() -> str:
-    """Which passes it was: figures of other ones are not to be compared with these."""
+    """Return a digest of passes/, because figures of different sources can't be compared."""
     files = sorted(Path(passes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 

@@ -1,10 +1,9 @@
-"""Parts B and C: a small GPT and a small Llama on this CPU, beside torch's own ways to save memory.
+"""Parts B and C: compare memgraph with torch's own ways to save memory, on a small GPT and Llama on this CPU.
 
     autoac 0.2   measured peak 190 MB, +35 ms   ->   memgraph with a budget of 190 MB, +21 ms
 
-Each way runs first and its peak is measured; that is memgraph's budget then, recompute only. All steps share one model
-and one process, so one allocator too, and are timed in turn. Recompute time is by memgraph's prices of ops, which are
-measured in this very process, for both sides.
+Each way runs first, and its measured peak is memgraph's budget, for recompute only. All steps share one model, process
+and allocator, and are timed in turn. Recompute time of both is by memgraph's prices, measured in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A step: its measured bytes, what it computes again by memgraph's prices, and its seconds, round by round."""
+    """A step: its measured bytes, its recompute time by memgraph's prices, and its seconds in each round."""
 
     peak: int
     added_us: float | None = None
@@ -63,16 +62,16 @@ class Row:
 
     @property
     def pairs(self) -> Pairs:
-        """Ours and theirs, round by round."""
+        """The seconds of both, paired by round."""
         assert self.ours is not None
         return Pairs(self.ours.seconds, self.theirs.seconds)
 
 
 class Ring:
-    """The steps of one model, all of which will be timed in turn."""
+    """The steps of one model, to be timed in turn."""
 
     def __init__(self, name: str) -> None:
-        return_freed_memory()  # memgraph asks for it with its first plan: then all shall run like this
+        return_freed_memory()  # memgraph does this with its first plan; here, it is done for all
         torch.manual_seed(0)
         self.name = name
         self.model = GPT(SIZES[name])
@@ -84,7 +83,7 @@ class Ring:
         self.add("eager", self.model)
 
     def add(self, name: str, called: Any) -> Run:
-        """Measure a step, after it has run once; a compiled one is compiled then."""
+        """Measure a step after it has run once, because the first run compiles."""
         step = step_of(self.model, lambda: called(*self.batch))
         step()
         added = called.added_us if isinstance(called, AutoAC) else None
@@ -97,7 +96,7 @@ class Ring:
         return self.runs[name]
 
     def add_ours(self, name: str, budget: int) -> None:
-        """memgraph under a budget, if there is a plan."""
+        """Add memgraph under a budget, if there is a plan."""
         ours = memgraph.compile(self.model, budget, offload=None)
         try:
             run = self.add(name, ours)
@@ -107,12 +106,12 @@ class Ring:
         self.runs[name] = Run(run.peak, self._added_us(ours.plan))
 
     def _added_us(self, plan: memgraph.Report) -> float:
-        """What a plan computes again by the prices that the rival has too: a later plan has those of its own steps."""
+        """Return a plan's recompute time by the rival's prices, because a later plan has prices of its own steps."""
         alone = memgraph.plan(self.model, *self.batch, budget=AMPLE, offload=None).choice.captured.trace.op
         return sum(alone[op.recomputes].us for op in plan.forecast.trace.ops if op.recomputes)
 
     def smallest(self) -> int:
-        """The least budget that memgraph names."""
+        """Return the smallest budget, as memgraph's error gives it."""
         try:
             memgraph.plan(self.model, *self.batch, budget=1, offload=None)
         except memgraph.BudgetError as error:
@@ -128,7 +127,7 @@ class Ring:
 
 
 def rivals(rounds: int) -> list[Row]:
-    """Beside `activation_memory_budget`; the last row of a model sets the lowest peaks that both reach beside."""
+    """Compare with `activation_memory_budget`; the last row of a model compares the lowest peaks of both."""
     return [row for name in SIZES for row in _rivals(Ring(name), rounds)]
 
 
@@ -144,7 +143,7 @@ def _rivals(ring: Ring, rounds: int) -> list[Row]:
 
 
 def blocks(rounds: int) -> list[Row]:
-    """Beside a checkpoint of every block."""
+    """Compare with a checkpoint of every block."""
     return [_blocks(Ring(name), rounds) for name in SIZES]
 
 
@@ -186,7 +185,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """What was reached at equal peak, and how low both come."""
+    """Summarize the results at equal peak, and the lowest peaks of both."""
     equal = [row for row in rows if row.beside != "lowest"]
     lower = [row for row in equal if row.ours is not None and row.pairs.ratio < 1]
     lines = [f"step time lower at equal peak: {len(lower)} of {len(equal)}"]

@@ -1,10 +1,10 @@
-"""Where the first call's time goes, in a first and in a second process: GPT2-124M with its stock configuration.
+"""Measure the phases of the first call of GPT2-124M in a first and in a second process.
 
     python -m benchmarks.second_process [--layers 12] [--length 128] [--share 0.6]
 
-The budget is parameters, buffers and batch, and a share of what the step holds above them if nothing is decided. Prices
-of ops are measured before; captures and plans are not on disk in the first process. Times are of the CPU: other work on
-the machine makes them longer by little.
+The budget is parameters, buffers and batch, and a share of the step's peak above them without a plan. Prices of ops are
+measured before; captures and plans are not on disk in the first process. Times are CPU times, which other work on the
+machine hardly changes.
 """
 
 from __future__ import annotations

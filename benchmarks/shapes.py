@@ -1,9 +1,9 @@
-"""What each new length of a batch costs, where a DataLoader pads each batch to its longest sample.
+"""Measure the cost of each new batch length, where batches are padded to their longest sample.
 
     python -m benchmarks.shapes [--layers 12] [--width 256] [--lengths 20]
 
 A GPT2-like and a BERT-like model are trained on batches of different lengths, beside eager, under a budget below what
-the longest needs without a plan. Seconds are of the process (CPU), from the call to a step that is ready. The second
+the longest needs without a plan. Seconds are CPU times from the call to a step that is ready. The second
 length is captured with symbols.
 """
 
@@ -43,7 +43,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds of planning for each new length, and what was compared."""
+    """Seconds of planning for each new length, and the results of the comparison."""
 
     seconds: list[float]
     plans: int
@@ -137,7 +137,7 @@ class Counts:
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Time what is planned, and count what is traced."""
+    """Time each planning, and count the traces."""
     counts, plan, trace = Counts(), KeptSteps._new_step, trace_joint
 
     def timed(*args: Any) -> Any:

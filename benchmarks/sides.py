@@ -1,9 +1,9 @@
-"""An object in a process of its own, so that two can be run in turn and neither sees what the other does to a process.
+"""Run an object in its own process, so that two can run in turn without changing each other's process.
 
     with Side(Training, shape, budget) as ours:
         ours.do("step", 3)      # Training(shape, budget).step(3), there
 
-What a plan asks of the allocator, for one, holds for a whole process, and eager is to run without.
+For example, a plan sets options of the allocator for the whole process, and eager must run without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 
 class Side:
-    """A proxy of `make(*args)`, which is made and called in a process of its own."""
+    """A proxy of `make(*args)`, which is made and called in its own process."""
 
     def __init__(self, make: Callable[..., object], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -27,7 +27,7 @@ class Side:
         self._answer()
 
     def do(self, method: str, *args: Any) -> Any:
-        """The result of a method.
+        """Call a method, and return its result.
 
         Raises:
             Exception: what the method raised.
@@ -48,7 +48,7 @@ class Side:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._here.close()  # which ends the other process where it waits
+        self._here.close()  # the other process waits for it, and ends
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Part A: large steps, priced by a roofline, planned in a process of their own; nothing of them runs.
+"""Part A: plan large steps that are priced by a roofline and never run, each in its own process.
 
 gpt12  40%  12.82 %, at least 12.46 %, gap 0.32 %, 0.2 s, 110 MB
 """
@@ -17,18 +17,18 @@ from rich.table import Table
 
 PLAIN = ("gpt12", "gpt24", "xl", "llama16", "llama32", "unet", "resnet50", "vit", "t5")
 EVERY = (*PLAIN, *(f"{name}-d" for name in PLAIN), "gpt96-d")
-LINKED = ("gpt12", "gpt24", "unet", "gpt12-d")  # planned with a far tier as well
+LINKED = ("gpt12", "gpt24", "unet", "gpt12-d")  # planned with a tier as well
 SHARES = (0.8, 0.6, 0.4, 0.3)
 LINK = 22_000.0  # bytes per microsecond each way
 GOAL_GAP, GOAL_HARDEST = 0.5, 2.0  # percent of the step; of the decomposed U-Net at 30 %
-GOAL_SECONDS = ((2_000, 1.0), (6_000, 5.0), (20_000, 20.0))  # up to so many nodes; the last holds of all above, too
+GOAL_SECONDS = ((2_000, 1.0), (6_000, 5.0), (20_000, 20.0))  # up to so many nodes; larger steps have the last limit
 GOAL_RSS = 2e9
 COLUMNS = ("graph", "nodes", "link", "budget", "overhead %", "bound %", "gap %", "plan s", "goal s", "RSS MB", "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A budget of a graph, and what `one_plan` says of it."""
+    """The results of `one_plan` for a graph and a budget."""
 
     graph: str
     share: float
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def missed(self) -> list[str]:
-        """What it falls short of."""
+        """The goals that are missed."""
         checks = {
             "gap": self.found["gap"] is not None and self.found["gap"] > self.goal_gap,
             "time": self.found["seconds"] > self.goal_seconds,
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def said(self) -> str:
-        """The last column."""
+        """The text of the last column."""
         least = f" below {self.found['least'] / self.found['keep_bytes']:.1%}" if self.found["least"] else ""
         words = {"fits": "", "floor": "proven: none" + least, "proven": "proven by the LP: none"}
         words |= {"single": f"single: proven none; best found{least.replace('below', 'at')}"}
@@ -66,7 +66,7 @@ class Row:
 
 
 def simulated(names: list[str] | None, folder: Path | None) -> list[Row]:
-    """Every budget of every graph, one process at a time; `folder` keeps the traces for the next run."""
+    """Plan every budget of every graph, one process at a time; `folder` keeps the traces for the next run."""
     with tempfile.TemporaryDirectory() as temporary:
         kept = folder or Path(temporary)
         return [row for name in EVERY if not names or name in names for row in _graph(name, kept)]
@@ -84,7 +84,7 @@ def _graph(name: str, folder: Path) -> list[Row]:
 
 
 def trace_file(name: str, folder: Path) -> Path:
-    """The file of a graph's trace, which is made if it is not there."""
+    """Return the file of a graph's trace; write it if it does not exist."""
     file = folder / f"{name}.txt"
     if not file.is_file():
         run("benchmarks.graphs", name, str(file))
@@ -92,7 +92,7 @@ def trace_file(name: str, folder: Path) -> Path:
 
 
 def run(module: str, *arguments: str) -> str:
-    """The last line that a module prints; what it warns of is of no interest."""
+    """Run a module, and return its last line; its warnings are dropped."""
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -120,7 +120,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """How many of the rows reach each goal."""
+    """Count the rows that reach each goal."""
     planned = [row for row in rows if row.found["outcome"] == "fits"]
     gaps = [row for row in planned if "gap" not in row.missed]
     quick = [row for row in rows if "time" not in row.missed]

@@ -1,13 +1,12 @@
-"""Whether memgraph works on this GPU at all: a minute, each case in a process of its own, a line each as it ends.
+"""Check in a minute that memgraph works on this GPU: a process and a line for each case.
 
     python -m benchmarks.smoke [CASE ...] [--seconds 60]
 
     ok      attention    7.2 s  A100, torch 2.11.0, triton 3.6.0: 31.2 MB measured of 31.2 forecast, bits as eager's
     FAILED  norms        9.0 s  A100, torch 2.11.0, triton 3.6.0: ended by SIGSEGV
 
-What a fault of the device ends is one case, and what hangs has its own time.  Each line is in a file of JSON lines as
-well, as soon as it is known.  `make gpu` begins with it.  The cases stand in `smoke_cases.py`; none has been run on a
-GPU yet.
+A fault of the device ends only one case, and each case has a time limit. Each line is also written to a file of JSON
+lines at once. `make gpu` begins with this. The cases are in `smoke_cases.py`; none has been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ print(json.dumps([name, torch.__version__, version("triton")]))
 
 @dataclass(frozen=True)
 class Line:
-    """What came of a case, and on what."""
+    """The result of a case, with device and versions."""
 
     case: str
     ok: bool
@@ -75,7 +74,7 @@ def main() -> int:
 
 
 def described() -> tuple[str, str, str] | str:
-    """The device, the version of torch and that of triton; or why torch can't say."""
+    """Describe the device, torch and triton; or the error that torch raised."""
     said = subprocess.run([sys.executable, "-c", ABOUT], capture_output=True, text=True, check=False, timeout=120)
     if said.returncode:
         return said.stderr.strip().rpartition("\n")[2]
@@ -84,7 +83,7 @@ def described() -> tuple[str, str, str] | str:
 
 
 def run(cases: Sequence[str], about: tuple[str, str, str], seconds: float, into: Path) -> list[Line]:
-    """A line for each case, printed and written as soon as it has ended."""
+    """Run the cases; print and write a line when each one ends."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%SZ")
     folder = into / re.sub("[^a-z0-9]+", "-", about[0].lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def run(cases: Sequence[str], about: tuple[str, str, str], seconds: float, into:
 
 
 def _line(case: str, about: tuple[str, str, str], until: float) -> Line:
-    """What a process of its own makes of a case, until its time is over."""
+    """Run a case in its own process, until its time is over."""
     begin = time.monotonic()
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

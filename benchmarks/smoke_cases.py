@@ -1,9 +1,9 @@
-"""The cases of the smoke: each trains a small model on a GPU under the least budget there is, beside eager.
+"""The smoke cases: each trains a small model on a GPU under the smallest budget, beside eager.
 
     python -m benchmarks.smoke_cases norms cuda   ->   1.2 MB measured of 1.3 forecast, bits as eager's
 
-What is compared are losses, parameters and buffers after some steps, and measured <= forecast <= budget.  None has been
-run on a GPU yet.
+Losses, parameters and buffers after some steps must be eager's, and measured <= forecast <= budget. None has been run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEARCH = 1.0  # seconds for a plan, good or not
 
 
 class WrongError(Exception):
-    """What should hold of a case and does not."""
+    """A property that does not hold in a case."""
 
 
 class Attention(nn.Module):
@@ -63,7 +63,7 @@ class Norms(nn.Module):
 
 
 class Layers(nn.Module):
-    """Linear layers of some size, for state and activations that go away."""
+    """Linear layers with state and activations that are large enough to offload."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def norms(device: torch.device) -> str:
 
 
 def offload(device: torch.device) -> str:
-    """Every activation goes to pinned memory and comes back."""
+    """Every activation is offloaded to pinned memory and reloaded."""
     with mock.patch.object(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING)):
         text, report = _compared(Layers, torch.randn(1024, 512), device, 8 << 30)
     if not any(op.fn.startswith("memgraph.offload") for op in report.forecast.trace.ops):
@@ -93,12 +93,12 @@ def offload(device: torch.device) -> str:
 
 
 def half(device: torch.device) -> str:
-    """bfloat16, for which a GPU takes the attention of cuDNN or flash: by its nature not the same bits twice."""
+    """bfloat16 attention of cuDNN or flash, whose backward is not deterministic."""
     return _least(lambda: Attention().bfloat16(), torch.randn(4, 128, WIDTH).bfloat16(), device, close=2e-2)
 
 
 def far_home(device: torch.device) -> str:
-    """Parameters and states of an optimizer live far, and are updated in windows."""
+    """Parameters and optimizer states are offloaded, and updated in windows."""
     return _least(Layers, torch.randn(64, 512), device, state=True)
 
 
@@ -111,7 +111,7 @@ def recording(device: torch.device) -> str:
 def _least(
     make: Callable[[], nn.Module], x: Tensor, device: torch.device, state: bool = False, close: float = 0
 ) -> str:
-    """Train under little more than the least budget; with `state`, some of the state must be far then."""
+    """Train under little more than the smallest budget; with `state`, some of the state must be offloaded."""
     model = make().to(device)
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
     try:
@@ -121,7 +121,7 @@ def _least(
         budget = int(error.smallest * 1.05)
     text, report = _compared(make, x, device, budget, state, close)
     if state and not any(isinstance(decision, Stream) for decision in report.plan):
-        raise WrongError(f"nothing of the state is far; {text}")
+        raise WrongError(f"no state is offloaded; {text}")
     return text
 
 
@@ -129,7 +129,11 @@ def _compared(
     make: Callable[[], nn.Module], x: Tensor, device: torch.device, budget: int, state: bool = False,
     close: float = 0, **options: Any,
 ) -> tuple[str, Report]:  # fmt: skip
-    """What came of a few steps beside eager's; what does not hold is an error."""
+    """Compare a few steps with eager's.
+
+    Raises:
+        WrongError: a property does not hold.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     expected, _ = _trained(make, x.to(device), None, state, {})
     found, report = _trained(make, x.to(device), budget, state, options)
@@ -148,7 +152,7 @@ def _compared(
 def _trained(
     make: Callable[[], nn.Module], x: Tensor, budget: int | None, state: bool, options: dict[str, Any]
 ) -> tuple[list[Tensor], Report | None]:
-    """Losses, and parameters and buffers at the end, on the host; and the plan, if there is a budget."""
+    """Return losses, final parameters and buffers on the host, and the plan, if there is a budget."""
     torch.manual_seed(0)
     model = make().to(x.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

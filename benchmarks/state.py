@@ -1,11 +1,11 @@
-"""A model whose parameters, gradients and Adam states do not fit: bytes of device a parameter, and what they cost.
+"""Train a model whose parameters, gradients and Adam states do not fit: device bytes per parameter, and step time.
 
     python -m benchmarks.state [--per 8 --per 1 ...] [--steps 10] [--layers 10] [--width 2048]
-    python -m benchmarks.state overlap    # `overlap.py`: what of a step that waits for its disk goes on beside compute
+    python -m benchmarks.state overlap    # `overlap.py`: how far transfers to disk overlap with compute
 
 The golden configuration of FairScale's OffloadModel, which takes 4.03 bytes of device a parameter with it: a
-TransformerLM of 292.9 million parameters, batch 8, 32 tokens, Adam.  Beside memgraph with each budget plain Adam trains
-in memory, in turn and from the same seeds: losses must be the same numbers, and measured <= forecast <= budget.
+TransformerLM of 292.9 million parameters, batch 8, 32 tokens, Adam.  Under each budget, memgraph trains in turn with
+plain Adam in memory, from the same seeds: losses must be the same numbers, and measured <= forecast <= budget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Wrap = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 
 class TransformerLM(nn.Module):
-    """Tokens and the tokens after them in, the mean loss out."""
+    """A language model that takes tokens and targets, and returns the mean loss."""
 
     mask: Tensor
 
@@ -60,8 +60,7 @@ class TransformerLM(nn.Module):
 
 
 class Training:
-    """A model that trains step by step, with batches and random numbers of its own: its losses, and the seconds of each
-    step."""
+    """A model that trains step by step, with its own batches and random numbers; keeps losses and seconds of steps."""
 
     def __init__(self, wrap: Wrap, layers: int, width: int) -> None:
         gc.collect()
@@ -87,17 +86,17 @@ class Training:
 
     @property
     def report(self) -> Any:
-        """The last plan's."""
+        """The report of the last plan."""
         return self.called.plan
 
     @property
     def settled(self) -> list[float]:
-        """The seconds of the steps in which nothing is planned any more."""
+        """The seconds of the steps after the last planning."""
         return self.seconds[min(3, len(self.seconds) - 1) :]
 
     @property
     def usual(self) -> float:
-        """The seconds of such a step."""
+        """The median seconds of a settled step."""
         return statistics.median(self.settled)
 
 
@@ -121,14 +120,14 @@ def main(
         table.add_row(f"{share:g}", *_cells(row))
         write("state", f"{layers} layers of width {width}", [asdict(row) for row in rows])
         Console(stderr=True).print(f"{share:g} bytes a parameter: {ours.usual:.2f} s a step, plain {plain.usual:.2f} s")
-        del plain, ours  # before the next are made
+        del plain, ours  # frees their memory before the next ones are made
     Console(width=170).print(table)
     raise typer.Exit(not all(row.kept and row.equal for row in rows))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found at one budget: bytes, and the seconds of each step in turn."""
+    """The results for one budget: bytes, and the seconds of each step."""
 
     parameters: int
     budget: int
@@ -166,7 +165,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def parameters(layers: int, width: int) -> int:
-    """How many the model has."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in _model(layers, width).parameters())
 
 
@@ -184,7 +183,7 @@ def _model(layers: int, width: int) -> TransformerLM:
 
 
 def commands() -> typer.Typer:
-    """This table alone, or a section with a name."""
+    """Run this table alone, or the section that is named."""
     from benchmarks.overlap import overlap  # which trains as this module does
 
     app = typer.Typer()

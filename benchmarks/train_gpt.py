@@ -1,9 +1,9 @@
-"""Train a byte-level GPT on several processes, each of which holds its share of AdamW's state.
+"""Train a byte-level GPT on several ranks, each with its shard of AdamW's state.
 
     torchrun --nproc-per-node 2 -m benchmarks.train_gpt
 
-Each process takes its own passages; `step()` averages the gradients. A checkpoint is written every few steps; the same
-command goes on from the last one, also on another number of processes.
+Each rank trains on its own passages; `step()` averages the gradients. A checkpoint is written every few steps; the same
+command resumes from the last one, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpt import GPT, Shape, batch, text
 def main(
     steps: int = 20, every: int = 10, folder: Path = Path("gpt"), layers: int = 4, width: int = 256, size: int = 4
 ) -> None:
-    """Train for so many steps, with `size` passages a process."""
+    """Train for so many steps, with `size` passages on each rank."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

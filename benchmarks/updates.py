@@ -1,8 +1,8 @@
-"""How long an update of what lives in pinned memory takes: through windows of the GPU, on the host, and half by each.
+"""Time an update of state in pinned memory: through windows on the GPU, on the host, and half by each.
 
     rows(cuda)  ->  [Figure("update through the GPU", 41.0, "ms"), Figure("update on the host", 60.2, "ms", 1.47), ...]
 
-Parameters, gradients and AdamW's states are all there, 16 bytes a parameter.  The share is that of the first line.
+Parameters, gradients and AdamW's states are in pinned memory, 16 bytes a parameter. Shares are of the first line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNT, ELEMENTS = 16, 4 << 20  # 268 MB of parameters
 
 
 def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> list[Figure]:
-    """Not yet run on a GPU; there is nothing to compare on a CPU, which is the host."""
+    """Measure each way; empty on a CPU, which is the host. Not yet run on a GPU."""
     if device.type != "cuda":
         return []
     host = PinnedBufferAllocator(device)
@@ -39,7 +39,7 @@ def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> 
 
 
 def _bring(parameters: list[nn.Parameter], host: PinnedBufferAllocator) -> None:
-    """Let parameters live on the host."""
+    """Offload parameters to the host."""
     for parameter, home in zip(parameters, offload_tensors([each.detach() for each in parameters], host), strict=True):
         parameter.data = home
 
@@ -50,7 +50,7 @@ def _ms(
     host: PinnedBufferAllocator,
     there: Container[Tensor],
 ) -> float:
-    """Milliseconds of an update, a few times; the first one makes states and is not counted."""
+    """Return the milliseconds of an update; the first one makes states, and is not counted."""
     gradients = offload_tensors([torch.ones_like(parameter.detach()) for parameter in parameters], host)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

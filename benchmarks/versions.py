@@ -7,9 +7,9 @@
 
     python -m benchmarks.versions newest --smoke --within 720    what CI asks of the newest torch that pip finds
 
-A CUDA build of torch takes 6 GB, so each environment goes once its row is there, unless `--keep` is given.  What can't
-be installed, or takes too long, is said and is no failure with `--smoke`: CI must not wait for a registry.  Nothing is
-imported that Python itself does not have, for there is no environment yet.
+A CUDA build of torch takes 6 GB, so each environment goes once its row is there, unless `--keep` is given.  With
+`--smoke`, a torch that can't be installed in time is reported and is no failure, because CI must not wait for a
+registry. This file imports only the standard library, because there is no environment yet.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ SMOKE = (
 
 
 class NotInstalledError(Exception):
-    """An environment that could not be made; says why."""
+    """An environment could not be made, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the tests found on one torch."""
+    """The results of the tests on one torch."""
 
     torch: str
     triton: str
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 def installed(version: str, until: float) -> Path:
-    """The Python of an environment with this torch, and what the tests need.
+    """Make an environment with this torch and the tests' packages; return its Python.
 
     Raises:
         NotInstalledError: the disk is too full, pip fails, or it takes longer than `until`.
@@ -145,7 +145,7 @@ def installed(version: str, until: float) -> Path:
 
 
 def tested(python: Path, tests: Sequence[str], until: float) -> Row:
-    """What these tests find there.
+    """Run the tests in an environment, and return a row.
 
     Raises:
         NotInstalledError: they have not ended by then.
@@ -155,7 +155,7 @@ def tested(python: Path, tests: Sequence[str], until: float) -> Row:
         found = Path(folder) / "found.xml"
         options = ["-p", "no:cacheprovider", f"--junitxml={found}", "-o", "addopts=--import-mode=importlib"]
         wanted = ["-q", "--no-header", "-rf", "--tb=line", "-m", "not slow and not gpu"]
-        with suppress(subprocess.CalledProcessError):  # some have failed, which stands in the file
+        with suppress(subprocess.CalledProcessError):  # failed tests are in the file
             _run([str(python), "-m", "pytest", *options, *wanted, *tests], until, shown=True)
         cases = ElementTree.parse(found).getroot().iter("testcase") if found.exists() else ()
         kinds = [_outcome(case) for case in cases]
@@ -211,7 +211,7 @@ def _run(command: Sequence[str], until: float, shown: bool = False) -> None:
 
 
 def _reason(said: str) -> str:
-    """The errors in what a command has printed; with pip's first warning that a registry does not answer."""
+    """Return the errors in a command's output, and pip's first warning that a registry does not answer."""
     lines = said.splitlines()
     unanswered = [line.strip() for line in lines if "connection broken" in line][:1]
     errors = " | ".join(line for line in lines if "ERROR" in line)[-500:] or said[-500:].strip()

@@ -1,10 +1,9 @@
-"""A model of 7B parameters trained whole: bf16 weights, fp32 states of AdamW, under a budget that not even its weights
-fit.
+"""Train a model of 7B parameters with AdamW (bf16 weights, fp32 states), under a budget below its weights.
 
     rows(SIZE, laps, 3, left, report)   ->   Row("7b", "host-offload rule", ...), Row("7b", "memgraph", ..., 16 GB), ...
 
-The rule beside it is `hosted.py`.  Each row has tokens a second, and its share of what the device computes at its best:
-the operations of forward and backward once, whatever runs again.  Not yet run on a GPU.
+The rule beside it is `hosted.py`.  Each row has tokens a second, and the share of the device's best flop rate.
+Recomputed operations are not counted.  Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PINNED = 0.85  # of the host's memory may be pinned: weights and states are more
 
 @dataclass(frozen=True)
 class Size:
-    """A language model, its batch, and the budgets it is trained under."""
+    """The sizes of a language model and its batch, and its budgets."""
 
     name: str
     shape: Shape
@@ -43,7 +42,7 @@ class Size:
     budgets: tuple[int, ...]
 
     def toy(self) -> Size:
-        """The same, small enough for a CPU and some seconds."""
+        """Return sizes that are small enough for a CPU and some seconds."""
         return replace(
             self, shape=replace(self.shape.toy(), blocks=1, width=256, inner=256), vocabulary=64, budgets=(TOY,)
         )
@@ -59,7 +58,7 @@ SEVEN = Size(
 
 
 class Whole(nn.Module):
-    """Tokens and the tokens after them in, the mean loss out."""
+    """A language model that takes tokens and targets, and returns the mean loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class Whole(nn.Module):
 
 
 def rows(size: Size, laps: Laps, count: int, left: Callable[[], float]) -> Iterator[Row]:
-    """A row as soon as it is measured, as long as there are seconds `left`: the largest budget first."""
+    """Yield each row when it is measured, largest budget first, until no seconds are `left`."""
     best = matmul_flops(laps)
     ways = [(Row(size.name, "memgraph", budget=budget), _ours) for budget in size.budgets]
     ways.insert(1, (Row(size.name, RULE), _rule))
@@ -88,8 +87,10 @@ def rows(size: Size, laps: Laps, count: int, left: Callable[[], float]) -> Itera
 
 
 def flops(size: Size) -> float:
-    """The operations of a step: two for each weight of a matrix product and token in forward, four in backward, and
-    those of causal attention."""
+    """Return the operations of a step, without recomputation.
+
+    Each weight of a matrix product takes two for each token in forward, and four in backward. Attention is causal.
+    """
     shape = size.shape
     keys = shape.width // shape.shared
     weights = shape.blocks * (2 * shape.width * (shape.width + keys) + 3 * shape.width * shape.inner)
@@ -98,14 +99,14 @@ def flops(size: Size) -> float:
 
 
 def matmul_flops(laps: Laps) -> float:
-    """Operations a second of a large matrix product in bf16, the best of a few."""
+    """Return the best rate of a few large matrix products in bf16, in operations a second."""
     width = 8192 if laps.device.type == "cuda" else 256
     a, b = (torch.randn(width, width, device=laps.device).to(torch.bfloat16) for _ in range(2))
     return 2e3 * width**3 / min(laps.ms(lambda: a @ b) for _ in range(5))
 
 
 def made(size: Size, device: torch.device) -> tuple[Whole, tuple[Tensor, Tensor]]:
-    """The model in bf16, and a batch."""
+    """Return the model in bf16, and a batch."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -132,7 +133,7 @@ def _ours(row: Row, size: Size, laps: Laps, count: int) -> Row:
 
     taken = _taken(train, laps, count, [*batch])
     report = step.plan
-    if laps.device.type != "cuda" and report.measured is not None:  # where state lies on disk, and is no memory
+    if laps.device.type != "cuda" and report.measured is not None:  # there, offloaded state is on disk, and no memory
         taken = replace(taken, peak=report.measured)
     return replace(row, taken=taken, why=plan_of(report))
 

@@ -1,7 +1,6 @@
-"""AdamW whose states are float32, whatever its parameters are: what torch's own does with bfloat16 weights has bfloat16
-states.
+"""AdamW with float32 states for parameters of any dtype; torch's own has bfloat16 states for bfloat16 weights.
 
-    optimizer = WideAdamW(model.parameters(), lr=3e-4)
+optimizer = WideAdamW(model.parameters(), lr=3e-4)
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from torch import Tensor
 
 
 class WideAdamW(torch.optim.Optimizer):
-    """Reads a gradient as float32, updates states and the parameter there, and rounds the parameter to its type."""
+    """Updates in float32, and rounds the parameter to its dtype."""
 
-    pointwise = True  # each element is changed by itself, so that memgraph may stream the states
+    pointwise = True  # element-wise, so that memgraph may stream the states
 
     def __init__(
         self, params: Iterable[Tensor], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.999),
@@ -33,7 +32,7 @@ class WideAdamW(torch.optim.Optimizer):
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], rule: dict[str, Any]) -> None:
-    """One parameter, by the options in `rule`."""
+    """Update one parameter, by the options in `rule`."""
     if not state:
         state["step"] = torch.zeros(())
         for name in ("exp_avg", "exp_avg_sq"):
