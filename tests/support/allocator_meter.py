@@ -1,10 +1,10 @@
-"""A second meter, which shares no code with memgraph's: what torch's allocator gives, counted where it asks libc for it.
+"""A meter that shares no code with memgraph's: it counts the calls of torch's allocator to libc.
 
-    environment = preloaded(folder)    # for a child process, in which every block of a tensor is counted
+    environment = preloaded(folder)    # for a child process; counts each block of a tensor
     allocator = Allocator()            # in the child
-    allocator.reset(); step(); allocator.most    # the most bytes of blocks there were at a time, in all threads
+    allocator.reset(); step(); allocator.most    # peak bytes of blocks, in all threads
 
-It counts the whole process to the byte.  `allocator.c` stands before libc and sees each block come and go.
+It counts the whole process to the byte. `allocator.c` is preloaded before libc, and sees each malloc and free.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 def compiler() -> str | None:
-    """The path of a C compiler, if there is one."""
+    """Return the path of a C compiler, if there is one."""
     return shutil.which("cc") or shutil.which("gcc")
 
 
 def preloaded(folder: Path) -> dict[str, str]:
-    """The environment of a child that is counted; the library is built into the folder."""
+    """Return the environment of a child that is counted; build the library in the folder."""
     library, found = folder / "allocator.so", compiler()
     assert found is not None
     subprocess.run([found, "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(library)], check=True)
@@ -32,7 +32,7 @@ def preloaded(folder: Path) -> dict[str, str]:
 
 
 class Allocator:
-    """What torch's allocator has given in this process since this was made."""
+    """The blocks that torch's allocator has returned in this process since this object was created."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -44,20 +44,20 @@ class Allocator:
         self._library.allocator_watch(min(first for first, _ in ends), max(last for _, last in ends))
 
     def reset(self) -> None:
-        """Forget the most there were."""
+        """Reset the peak."""
         self._library.allocator_reset()
 
     @property
     def now(self) -> int:
-        """Bytes of the blocks that there are."""
+        """The bytes of all live blocks."""
         return int(self._library.allocator_now())
 
     @property
     def most(self) -> int:
-        """The most bytes of blocks at a time since the last reset."""
+        """The peak bytes of live blocks since the last reset."""
         return int(self._library.allocator_most())
 
     @property
     def count(self) -> int:
-        """Blocks that were given."""
+        """The number of blocks allocated."""
         return int(self._library.allocator_count())

@@ -1,9 +1,9 @@
-"""A random module, trained under a budget beside an eager copy of itself.
+"""Train a random module under a budget beside an eager copy of itself.
 
     check(random_module(7))    # AssertionError if a bit differs or the budget is broken, with the module's text
 
-Three steps from the same seeds.  Equal must be what forward returns, gradients, buffers and the state of the random
-numbers; measured <= forecast <= budget holds for every plan that was made.
+Three steps from the same seeds. Outputs, gradients, buffers and the generator's state must be equal, and
+measured <= forecast <= budget must hold for every plan.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.random_modules import RandomModule
 
 STEPS = 3
 SECONDS = 0.2  # for a plan
-TRIES = 4  # budgets: the one that is asked for, and those that errors name, of later kinds of calls too
+TRIES = 4  # budgets: the first one, and those that errors give, also for later signatures
 
 
 def check(module: RandomModule) -> None:
-    """Train one beside eager.
+    """Train a module beside eager.
 
     Raises:
         AssertionError: they differ, or the budget is broken.
@@ -51,8 +51,7 @@ def check(module: RandomModule) -> None:
 def _under_budget(
     model: nn.Module, module: RandomModule, inputs: Sequence[Tensor]
 ) -> tuple[memgraph.CompiledModule, list[list[Tensor]]]:
-    """The compiled module and what its steps made; where the budget is too small, under the one that the error
-    names."""
+    """Return the compiled module and the results of its steps; retry with the budget that a BudgetError gives."""
     budget = budget_of(module)
     for _ in range(TRIES):
         ours = copy.deepcopy(model)
@@ -62,11 +61,11 @@ def _under_budget(
         except memgraph.BudgetError as error:
             assert error.smallest > budget, _told(module, f"{error} of a budget of {budget}")
             budget = error.smallest
-    raise AssertionError(_told(module, "no budget that an error has named was enough"))
+    raise AssertionError(_told(module, "no budget that an error gave was enough"))
 
 
 def budget_of(module: RandomModule) -> int:
-    """What lies there, and a share of what eager's step needs above that."""
+    """Return the resident bytes, and a share of the peak of eager's step above them."""
     model, inputs = module.made()
     there = resident_bytes([*model.parameters(), *model.buffers(), inputs[0]])
     _, allocated = measure_peak(lambda: loss_of(model(inputs[0])).backward())
@@ -75,7 +74,7 @@ def budget_of(module: RandomModule) -> int:
 
 
 def _trained(model: nn.Module, owner: nn.Module, module: RandomModule, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What each step makes and changes.  `owner` holds the parameters and buffers of `model`."""
+    """Return the results of each step. `owner` has the parameters and buffers of `model`."""
     optimizer = torch.optim.SGD(owner.parameters(), lr=0.01)
     torch.manual_seed(module.seed + 1)
     facts = []
@@ -109,7 +108,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same bits, but for those of a NaN."""
+    """Return True if both have the same bits, except those of a NaN."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     numbers = torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(one.isnan(), other.isnan())

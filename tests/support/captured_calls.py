@@ -1,4 +1,4 @@
-"""Capture a call and compare all that comes out of it with eager: `agrees(module, *args)` is the captured step."""
+"""Capture a call and compare its results with eager's: `agrees(module, *args)` returns the captured step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agrees(
     wanted: Any = select_all,
     **kwargs: Any,
 ) -> Captured:
-    """Capture a call, run the graph and the module under one seed, and compare all that comes out."""
+    """Capture a call, run the graph and the module from one seed, and compare the results."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     with context():
@@ -54,7 +54,7 @@ def agrees(
     expected = eager_gradients(captured, twins)
     assert gradients.keys() == expected.keys()
     assert_equal(list(gradients.values()), [expected[role] for role in gradients])
-    # What the module has changed of its buffers (under whatever name), parameters and inputs.
+    # The buffers (under any name), parameters and inputs that the module changed.
     assert_equal(tensors, operands(twin, twin_args, twin_kwargs))
     assert_owned(handed, [*tensors, *tangents])
     assert_well_formed(captured.graph.graph)
@@ -62,7 +62,7 @@ def agrees(
 
 
 def fresh(tree: Any) -> Any:
-    """The same tree with tensors that are leaves of autograd; one that stands there twice still does."""
+    """Return the same tree with tensors that are leaves of autograd; equal entries stay one tensor."""
     leaves, spec = flatten(tree)
     new = {
         id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -73,7 +73,7 @@ def fresh(tree: Any) -> Any:
 
 
 def outputs_of(captured: Captured, result: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of an eager result in the order of the captured outputs, after a look at all the rest of it."""
+    """Check what is not a tensor in an eager result; return its tensors in the order of the captured outputs."""
     leaves, spec = flatten(result)
     assert spec.tree == captured.spec.tree
     found: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def assert_owned(handed: Mapping[Output, Tensor], given: Sequence[Tensor]) -> None:
-    """A parameter's gradient fills its storage, and nothing else holds it.  An output is no view of an input."""
+    """Check that a parameter's gradient fills its own storage, and that no output is a view of an input."""
     inputs = {tensor.untyped_storage().data_ptr() for tensor in given}
     assert len(set(map(id, handed.values()))) == len(handed)  # `h` and `h.detach()` are two
     storages = [tensor.untyped_storage().data_ptr() for tensor in [*handed.values(), *given]]
@@ -124,7 +124,7 @@ def assert_owned(handed: Mapping[Output, Tensor], given: Sequence[Tensor]) -> No
 
 
 def assert_well_formed(graph: fx.Graph) -> None:
-    """Forward before backward; nothing is changed in place but inputs, in forward, and no op does both."""
+    """Check that forward is before backward, and that only inputs are changed in place, in forward."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     forward = [node for node in nodes if node.meta["phase"] == "forward"]
     assert nodes[: len(forward)] == forward
@@ -145,7 +145,7 @@ def assert_well_formed(graph: fx.Graph) -> None:
 
 
 class Plain(nn.Module):
-    """A linear layer and whatever is done to its output."""
+    """A linear layer, and a function of its output."""
 
     def __init__(self, then: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Whatever loop is run, it does to a compiled module what it does to the plain one.
+"""Run a loop with a compiled module and with the plain one, and compare the results.
 
     assert_alike(steps, Net)
 
-Most loops are run with plans that give up all that can be given up, and some of them with room for everything as well.
+Most loops run with plans that keep no value, and some of them also with a large budget.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ tight = pytest.mark.usefixtures("given_up")
 
 
 def assert_alike(loop: Loop, make: Callable[[], nn.Module] = Net, **wishes: Any) -> None:
-    """The loop does to the compiled module what it does to the plain one."""
+    """Check that a loop has the same results with the compiled module and with the plain one."""
     assert_equal(run(make, loop, False), run(make, loop, True, **wishes))
 
 
 def assert_equal(theirs: Sequence[Fact], ours: Sequence[Fact]) -> None:
-    """What eager and the compiled module have come to is the same, to the bit."""
+    """Check that the results of eager and of the compiled module are bit-equal."""
     assert len(theirs) == len(ours)
     for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         assert (their is None) == (our is None), f"fact {i}: eager {their}, compiled {our}"
@@ -40,7 +40,7 @@ def assert_equal(theirs: Sequence[Fact], ours: Sequence[Fact]) -> None:
 
 
 def run(make: Callable[[], nn.Module], loop: Loop, compiled: bool, **wishes: Any) -> list[Fact]:
-    """What comes out of a loop: what it returns, and the state of the module and of the generator afterwards."""
+    """Run a loop; return its results, and the state of the module and of the generator after it."""
     torch.manual_seed(0)
     module = make()
     given = memgraph.compile(module, ROOM, **wishes) if compiled else module
@@ -52,7 +52,7 @@ def run(make: Callable[[], nn.Module], loop: Loop, compiled: bool, **wishes: Any
 
 
 def same_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
-    """Whether two modules have the same gradients, to the bit, and each parameter has one."""
+    """Return True if each parameter has a gradient, and the gradients of two modules are bit-equal."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
 
@@ -62,7 +62,7 @@ def facts_of(module: nn.Module) -> list[Fact]:
 
 
 def steps(model: Any, count: int = 3) -> list[Fact]:
-    """Steps of SGD."""
+    """Train with SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found: list[Fact] = []
     for step in range(count):

@@ -1,4 +1,4 @@
-"""A child process that trains a model whose guard fails in mid training, while the second meter counts every step.
+"""A child process that trains a model whose guard fails, while the second meter counts every step.
 
 python -m tests.support.counted_guards    # one line of JSON for each step
 """
@@ -34,11 +34,11 @@ class Branching(nn.Module):
 
 
 def main() -> None:
-    """Train six steps under 70 % of what eager takes; in the fourth and the sixth, the other branch is taken."""
+    """Train six steps under 70 % of the peak without a plan; the fourth and the sixth take the other branch."""
     torch.manual_seed(0)
     model, x = Branching(), torch.randn(512, 64)
     eager, none, some = copy.deepcopy(model), torch.zeros(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool)
-    # All ops are priced here: what planning takes is not counted below.
+    # All ops are priced here, because the memory of planning must not be counted below.
     peaks = [memgraph.plan(model, x, mask, budget="1GB").peak for mask in (none, some)]
     budget = int(0.7 * peaks[0])
     compiled = memgraph.compile(model, budget, offload=None)

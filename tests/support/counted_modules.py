@@ -2,7 +2,7 @@
 
     python -m tests.support.counted_modules 0 50    # seeds from 0 to 49: one line of JSON for each step
 
-Two calls that are open at once are not counted: each has a budget of its own.
+Modules that are called twice before backward are not counted, because each call has its own budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CountedStep:
     counted: int  # by the second meter
     forecast: int
     budget: int
-    beyond: str  # what of the loop no plan counts
+    beyond: str  # the part of the loop that no plan counts
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def counted(seed: int, allocator: Allocator) -> list[CountedStep]:
-    """The steps of the module of a seed, under the first budget that is enough of those that errors name."""
+    """Return the steps of a seed's module, under the first budget that is enough of those that errors give."""
     module = random_module(seed)
     budget = budget_of(module)
     for _ in range(TRIES):
@@ -62,7 +62,7 @@ def counted(seed: int, allocator: Allocator) -> list[CountedStep]:
             return _steps(seed, compiled, inputs, module.loop, allocator)
         except memgraph.BudgetError as error:
             budget = error.smallest
-    raise AssertionError(f"seed {seed}: no budget that an error has named was enough")
+    raise AssertionError(f"seed {seed}: no budget that an error gave was enough")
 
 
 def _steps(
@@ -71,9 +71,9 @@ def _steps(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rows = []
     for step in range(STEPS):
-        gc.collect()  # or what is garbage now would go in the midst of the step
+        gc.collect()  # otherwise old garbage would be freed during the step
         x = inputs[step].clone().requires_grad_(loop == "input gradients")
-        elsewhere = allocator.now - resident_bytes([*_held(model), x])  # what of the process is no part of the step
+        elsewhere = allocator.now - resident_bytes([*_held(model), x])  # no part of the step
         allocator.reset()
         result = model(x)
         loss_of(result).backward()

@@ -2,7 +2,7 @@
 
     python -m tests.support.counted_parts 0.6 --optimizer    # one line of JSON for each step
 
-Its forward takes more memory from step to step, so some steps are undone and planned again.
+Its forward needs more memory from step to step, so some steps are reverted and planned again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, ROWS, LAYERS = 64, 512, 4
 
 
 class Drawn(nn.Module):
-    """Looks at a value with numpy, draws, and writes to a buffer."""
+    """A layer that reads a value with numpy, draws random numbers, and writes to a buffer."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ CASE = Case("parts", Layered, lambda: Batch((torch.randn(ROWS, WIDTH),)), lambda
 
 
 def main() -> None:
-    """Train under a share of what eager's activations take."""
+    """Train under a share of eager's activations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("share", type=float)
     parser.add_argument("--optimizer", action="store_true")

@@ -23,10 +23,10 @@ from tests.support.allocator_meter import Allocator
 from tests.support.promise import eager_peak_of, tensors_of_batch
 from tests.support.zoo import BESIDE, CASES, Case, fresh
 
-# The models of transformers as people call them: with labels, and no loss of the caller's.
+# Models of transformers that are called with labels, so that the caller has no loss.
 OUTPUTS = tuple(replace(case, name=f"{case.name}+outputs", beside=True) for case in CASES[:5])
 ALL = {case.name: case for case in (*CASES, *OUTPUTS, *BESIDE)}
-STEPS = 4  # measured, timed, perhaps planned anew, and one more
+STEPS = 4  # measured, timed, perhaps planned again, and one more
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Counted:
     case: str
     share: float
     step: int
-    counted: int  # by the second meter, and what copies take in buffers that are no tensors
+    counted: int  # by the second meter, and staging, which is not allocated by torch
     measured: int | None  # by memgraph itself
     forecast: int
     budget: int
 
 
 def main() -> None:
-    """Train what the command line names."""
+    """Train the models that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--time-limit", type=float)
@@ -62,11 +62,11 @@ def main() -> None:
 def counted(
     case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool
 ) -> Iterator[Counted]:
-    """The steps of a model under a share of eager's activation peak, from the call to the end of backward."""
+    """Yield the steps of a model under a share of eager's activation peak, from the call to the end of backward."""
     gc.collect()
     model, batch = fresh(case)
     held = resident_bytes([*model.parameters(), *model.buffers(), *tensors_of_batch(batch)])
-    elsewhere = allocator.now - held  # what of the process is no part of the step
+    elsewhere = allocator.now - held  # bytes of the process that are no part of the step
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     states = 2 * resident_bytes(model.parameters()) if with_optimizer else 0
     compiled = memgraph.compile(
@@ -78,7 +78,7 @@ def counted(
         results = batch.of(compiled)
         loss = case.loss(results) if case.beside else results
         if step % 2:
-            del results  # in every second step the loop keeps what the model returned until it is done
+            del results  # every other step keeps the model's results until its end
         loss.backward()
         if with_optimizer:
             optimizer.step()
@@ -95,7 +95,7 @@ def counted(
 
 
 def after_planning(call: Callable[[], None]) -> None:
-    """Call this whenever a plan was made: what planning takes is no part of the step."""
+    """Call a function after each planning, whose memory is no part of the step."""
 
     class Planned(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

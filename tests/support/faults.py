@@ -1,10 +1,11 @@
-"""After whatever went wrong, the next step is right and nothing is left behind.
+"""Check that after an error the next step is right, and that nothing leaks.
 
     module, compiled = fresh()
-    ...                                       # something goes wrong
+    ...                                       # an error is raised
     assert_next_step_right(module, compiled)
 
-Right is what the plain module does from the state of now; what is left is counted in bytes of tensors and in open files.
+A step is right if it equals the plain module's from the same state. Leaks are counted in bytes of tensors and in open
+files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Net(nn.Module):
 
 
 class Running(Net):
-    """With buffers that forward changes."""
+    """A net with buffers that forward changes."""
 
     norm = nn.BatchNorm1d
 
@@ -54,7 +55,7 @@ def batch(rows: int = 8) -> Tensor:
 
 
 def step(model: nn.Module) -> list[Tensor]:
-    """A step from one seed, and all that it leaves behind."""
+    """Run a step from one seed; return loss, gradients, buffers and the generator's state."""
     model.zero_grad()
     torch.manual_seed(7)
     loss = model(batch()).square().mean()
@@ -64,7 +65,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 def assert_next_step_right(module: nn.Module, compiled: nn.Module) -> None:
-    """From the state in which the module is now, the compiled and the plain one take the same step."""
+    """Check that the compiled and the plain module take the same step from the current state."""
     state = {key: value.clone() for key, value in module.state_dict().items()}
     ours = step(compiled)
     module.load_state_dict(state)
@@ -74,7 +75,7 @@ def assert_next_step_right(module: nn.Module, compiled: nn.Module) -> None:
 
 
 def living() -> int:
-    """Bytes of all tensors that Python can reach."""
+    """Return the bytes of all tensors that Python can reach."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     tensors = [tensor for tensor in tensors if tensor.layout == torch.strided]  # others are of other tests
@@ -88,7 +89,7 @@ def open_files() -> int:
 
 @contextmanager
 def failing(name: str, code: int = errno.EIO, here: bool = True, after: int = 0) -> Iterator[list[str]]:
-    """A call of the kernel fails, but for the first times; on this rank, if that is `here`.  The list counts them."""
+    """Make a system call fail, except the first `after` times; only if `here`. The list has an entry for each call."""
     plain, calls = getattr(os, name), list[str]()
 
     def fail(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What several test files patch: the plans that are made, the sizes of windows, and the disk."""
+"""Fixtures that patch plans, the sizes of windows, and the disk."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from tests.support.slow_disk import Gate
 
 @pytest.fixture(name="given_up")
 def _given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans leave nothing as it is."""
+    """Make plans that keep no value."""
     monkeypatch.setattr(search, "make_plan", all_given_up)
 
 
 @pytest.fixture(params=["room", "tight"])
 def room_or_tight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether plans leave everything as it is, or nothing."""
+    """Run the test with plans that have room for everything, and with plans that keep no value."""
     monkeypatch.setattr(search, "make_plan", make_plan if request.param == "room" else all_given_up)
 
 
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that can be sent to disk is sent there."""
+    """Make plans that offload every value that can be offloaded."""
     monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
 
 
 @pytest.fixture(params=[Placement.KEEP, Placement.OFFLOAD_BLOCKING, Placement.RECOMPUTE_PER_USE])
 def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placement:
-    """What becomes of all that can be given up."""
+    """Make plans that have one placement for all values."""
     monkeypatch.setattr(search, "make_plan", given_up(request.param))
     chosen: Placement = request.param
     return chosen
@@ -50,7 +50,7 @@ def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of little takes several windows."""
+    """Make windows small, so that a small update takes several."""
     monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
 
 
@@ -61,7 +61,7 @@ def _pool() -> PinnedPool:
 
 @pytest.fixture(name="late")
 def _late(monkeypatch: pytest.MonkeyPatch, pool: PinnedPool) -> Late:
-    """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
+    """Make a device of RAM with pinned memory behind it; tier and offloaded state are as on a GPU."""
     late = Late(0)
 
     def tier(device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:

@@ -1,8 +1,8 @@
-"""Plans in the place of those that are searched for: what becomes of each storage is given, and not weighed.
+"""Plans with given placements, in place of the search.
 
     monkeypatch.setattr(search, "make_plan", all_given_up)
 
-The fixtures of `fixtures.py` do that.
+The fixtures of `fixtures.py` use them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FATES = (
 
 
 def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
-    """Every storage is made again or sent away, which of it by its name."""
+    """Recompute or offload every storage; a hash of its name selects the placement."""
     gaps, fates = ReuseGaps(trace), dict[str, Placement]()
     for storage in gaps.producer:
         once, away = trace.op[gaps.producer[storage]].once, storage in gaps.whole_value
@@ -39,7 +39,7 @@ def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: fl
 
 
 def given_up(fate: Placement) -> Callable[[Trace, Machine], PlanResult]:
-    """One fate for all."""
+    """Return a planner that has one placement for all storages."""
 
     def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
         gaps = ReuseGaps(trace)
@@ -53,11 +53,11 @@ def given_up(fate: Placement) -> Callable[[Trace, Machine], PlanResult]:
 
 
 def choice(gaps: ReuseGaps, fates: Mapping[str, Placement], machine: Machine) -> PlanResult:
-    """What a search says that has found these fates the best."""
+    """Return the result of a search that would select these placements."""
     plan = schedule(gaps, fates, machine)
     return PlanResult(plan, predict(gaps.trace, machine), predict(apply(gaps.trace, plan), machine))
 
 
 def linked(machine: Machine) -> Machine:
-    """With a disk, whatever it has."""
+    """Return the machine with a link to a disk."""
     return replace(machine, link=replace(machine.link, out=100.0, back=100.0, staging=STAGING))

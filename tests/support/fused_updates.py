@@ -16,7 +16,7 @@ fused = partial(Twins, fuse_update=True)
 
 
 def train(model: nn.Module, optimizer: Any, run: Any, x: Tensor | None = None) -> Tensor:
-    """A step that leaves no gradients."""
+    """Run a step that leaves no gradients."""
     made = run(model, batch() if x is None else x)
     made.backward()
     if isinstance(model, memgraph.CompiledModule):
@@ -33,7 +33,7 @@ def steps(twins: Twins, count: int = 5) -> None:
 
 @cache
 def smallest(kind: str = "adamw", fuse_update: bool = True) -> int:
-    """About the smallest budget."""
+    """Return about the smallest budget."""
     model = chain()
     optimizer = OPTIMIZERS[kind](model.parameters())
     with pytest.raises(memgraph.BudgetError) as caught:

@@ -1,10 +1,10 @@
-"""A step carried out op by op, on symbols instead of numbers.
+"""Interpret a step op by op, on symbols instead of numbers.
 
     run(trace) -> Run(computed={"mm": "3f0c...", ...}, handed=(...), generator="81b2...", nbytes=[...])
 
-A storage is an object that Python frees when nothing refers to it any more; its content is a digest of all that went into it, random
-numbers included.  What was sent away is gone, and what is on its way is not there yet: reading either fails.  This shares no code with
-`passes`: it is what `memgraph` does with a rewritten graph, so a plan is right if a trace computes the same with it and without.
+A storage is an object that Python frees after its last reference. Its content is a digest of its inputs, random numbers
+included. Reading a value that is offloaded, or whose reload has not ended, fails. This shares no code with `passes`: it
+does what `memgraph` does with a rewritten graph, so a plan is right if a trace computes the same with it and without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from passes import INPUTS, Op, Trace
 
 @dataclass(eq=False)
 class Block:
-    """The bytes of a storage; `content` is empty while they mean nothing."""
+    """The bytes of a storage; `content` is empty while they are not valid."""
 
     name: str
     nbytes: int
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a line defines: a way to look at some blocks."""
+    """A value of the trace: a view of some blocks."""
 
     how: str
     blocks: tuple[Block, ...]
@@ -40,7 +40,7 @@ class Value:
 
 @dataclass
 class Run:
-    """What each op of the step computed, what the step handed out, the generator's state behind it, and the bytes held at every op."""
+    """The result of each op, the outputs of the step, the generator's state after it, and the bytes at every op."""
 
     computed: dict[str, str] = field(default_factory=dict)
     handed: tuple[str, ...] = ()
@@ -49,8 +49,12 @@ class Run:
 
 
 def run(trace: Trace, window: int | None = None, ahead: int = 0) -> Run:
-    """`window`: what an update holds that reads what is far, None, if that is its own workspace; `ahead`: what it leaves
-    to those that come behind it."""
+    """Interpret a trace.
+
+    Args:
+        window: bytes that an update with offloaded operands holds; None for its own workspace.
+        ahead: bytes that it leaves to the updates after it.
+    """
     return _Interpreter(trace, window, ahead).run()
 
 
@@ -59,7 +63,7 @@ def digest(*parts: object) -> str:
 
 
 class _Interpreter:
-    """`env` has the values that are still to be read, `alive` every block that something refers to, `far` what was sent away."""
+    """`env` has the values that will be read, `alive` the blocks with references, and `far` what is offloaded."""
 
     def __init__(self, trace: Trace, window: int | None, ahead: int) -> None:
         self.trace, self.window, self.ahead = trace, window, ahead
@@ -69,7 +73,7 @@ class _Interpreter:
         self.far: dict[str, tuple[str, str]] = {}
         self.landed: set[str] = set()
         self.alive: weakref.WeakSet[Block] = weakref.WeakSet()
-        # The caller holds the inputs, whichever line says so; tangents come to be when backward begins.
+        # The caller holds all inputs from the start; tangents are allocated when backward begins.
         self.inputs = {
             s.name: self._new(s.name, s.nbytes, s.name) for op in trace.ops if op.fn in INPUTS for s in op.makes
         }
@@ -105,7 +109,7 @@ class _Interpreter:
         return block
 
     def _compute(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
-        """An op of the captured step, for the first time or again."""
+        """Compute an op of the captured step, or recompute it."""
         name = op.recomputes or op.name
         facts = [op.fn, op.type, name, *(read.content for read in reads)]
         if op.draws:
@@ -132,13 +136,13 @@ class _Interpreter:
         return Value("state", blocks)
 
     def _offload(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
-        assert len(reads[0].blocks) == 1, f"{op.name} sends away more than one storage"
+        assert len(reads[0].blocks) == 1, f"{op.name} offloads more than one storage"
         assert reads[0].content
         how, content = self.far[op.name] = reads[0].how, reads[0].blocks[0].content
-        return Value(how, (Block("", 0, content),))  # who reads the ticket reads the bytes where they are now
+        return Value(how, (Block("", 0, content),))  # the ticket refers to the bytes in the tier
 
     def _narrow(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
-        """What is cast is not what it was; it stands for it until it is wide again."""
+        """Cast a value; the result is not equal to the value until it is cast back."""
         assert len(reads[0].blocks) == 1, f"{op.name} casts more than one storage"
         blocks[0].content = f"narrow {reads[0].content} {reads[0].blocks[0].content}"
         return Value(f"narrow {reads[0].how}", blocks)
@@ -151,7 +155,7 @@ class _Interpreter:
         return value
 
     def _free(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
-        assert reads[1].blocks[0].content == self.far[op.reads[0]][1], f"{op.name} frees what was not sent"
+        assert reads[1].blocks[0].content == self.far[op.reads[0]][1], f"{op.name} frees a value that was not offloaded"
         reads[1].blocks[0].content = ""
         sent = self.trace.op[op.reads[1]]
         if sent.fn == "memgraph.narrow.default" and sent.reads[0] in self.env:  # a view may still hold it

@@ -1,4 +1,4 @@
-"""Compare the fake values of a captured graph with what its kernels make: `differences(module, *inputs)` is empty."""
+"""Compare the fake values of a captured graph with its kernels' results: `differences(module, *inputs)` is empty."""
 
 from __future__ import annotations
 

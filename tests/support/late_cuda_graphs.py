@@ -1,7 +1,7 @@
-"""CUDA graphs of the device that is late: what streams are asked to do is put on a tape, and asked anew by a replay.
+"""CUDA graphs of the late device: tasks of streams are recorded on a tape, and queued again by a replay.
 
-    result, again = Tapes(late).record(run)     nothing is done yet; `result` lies in memory of the tape's own
-    again()                                     all of it is noted down once more, on streams of the tape's own
+    result, again = Tapes(late).record(run)     records only; `result` is in the tape's own memory
+    again()                                     queues all tasks again, on the tape's own streams
 
 As with CUDA, work of another stream is on the tape only if that stream has waited for one that is; nothing waits for
 what is not on it; at the end all streams have been waited for; and nobody looks at a number meanwhile.
@@ -24,19 +24,19 @@ Line = tuple[Queue, Task]
 
 
 class Noting(deque[Task]):
-    """Takes the tasks of one queue for a tape."""
+    """Records the tasks of one queue on a tape."""
 
     def __init__(self, queue: Queue, tape: list[Line]) -> None:
         super().__init__()
         self.queue, self.tape = queue, tape
 
     def append(self, task: Task) -> None:
-        if not isinstance(task, Wait) or task.marker.queue is not None:  # or nobody has recorded that event
+        if not isinstance(task, Wait) or task.marker.queue is not None:  # or the event was never recorded
             self.tape.append((self.queue, task))
 
 
 class Tapes:
-    """Notes down what a late device is asked to do; one recorder has one pool of memory."""
+    """Records the tasks of a late device; each recorder has one pool of memory."""
 
     def __init__(self, late: Late) -> None:
         self.late = late
@@ -87,12 +87,12 @@ class Tapes:
 
     @property
     def _noting(self) -> bool:
-        """Whether what runs now is noted down already."""
+        """True if ops that run now are queued already."""
         return _get_current_dispatch_mode() is self.late
 
 
 def check(tape: list[Line], origin: Queue) -> None:
-    """What CUDA refuses of a tape."""
+    """Assert the rules of CUDA for a tape."""
     there, waited = set[Marker](), set[Marker]()
     last: dict[Queue, Task] = {}
     for queue, task in tape:

@@ -1,12 +1,12 @@
-"""A device that is late: streams whose work is done at some time, in any order that their events allow.
+"""A device with late streams: their tasks run at any time, in any order that their events allow.
 
     cuda = Late(seed=3)          has the streams and events of torch.cuda
-    with cuda.noting():          ops are only noted down, and done by and by; at the end all of them are
+    with cuda.noting():          ops are queued and run later; at the end all have run
         step()
 
-Memory is one arena, given out and taken back as ops are noted down and not as they are done, as CUDA's allocator does.
-So whatever reads or writes without having waited meets other bytes, for some seed.  Nothing sleeps: what is done next
-is drawn, and each seed has its own slow and fast streams.
+Memory is one arena. It is allocated and freed when ops are queued, and not when they run, as in CUDA's allocator. So a
+read or write without a wait gets other bytes, for some seed. Nothing sleeps: the next task is drawn, and each seed has
+its own slow and fast streams.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from memgraph.graph.ops import RUN
 
 META = torch.device("meta")
 ALIGNED = 64
-HOST = ("_local_scalar_dense", "item", "equal", "is_nonzero")  # whose result the host looks at
+HOST = ("_local_scalar_dense", "item", "equal", "is_nonzero")  # ops whose result the host reads
 VIEWS = ("_unsafe_view", "detach", "alias", "lift_fresh", "set_")
-Task = Callable[[], bool]  # whether it could be done
+Task = Callable[[], bool]  # returns True if it could run
 
 
 class Pinned:
-    """Host memory that is as good as pinned."""
+    """Host memory that counts as pinned."""
 
     def register(self, flat: Tensor, device: torch.device) -> str:
         return ""
@@ -57,7 +57,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Wait:
-    """A task that is done once a place has been passed."""
+    """A task that waits until a marker is passed."""
 
     marker: Marker
 
@@ -67,7 +67,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Reach:
-    """A task by which a place is passed."""
+    """A task that passes a marker."""
 
     marker: Marker
 
@@ -76,14 +76,14 @@ class Reach:
 
 
 class Space:
-    """A part of the arena, with what is given out of it."""
+    """A part of the arena, and its allocations."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
         self.used: dict[int, int] = {}
 
     def take(self, nbytes: int) -> int:
-        """The first gap that is large enough."""
+        """Allocate the first gap that is large enough; return its offset."""
         at = self.begin
         for begin, size in sorted(self.used.items()):
             if begin - at >= nbytes:
@@ -95,7 +95,7 @@ class Space:
 
 
 class Queue:
-    """A stream: its work is done in order."""
+    """A stream: its tasks run in order."""
 
     def __init__(self, late: Late, name: str) -> None:
         self.late, self.name = late, name
@@ -127,7 +127,7 @@ class Event:
 
 
 class Late(TorchDispatchMode):
-    """The device; `deaf` names what is not waited for: (who should wait, for whom)."""
+    """The device; `deaf` has pairs of queues (waiting, waited for) whose waits are skipped."""
 
     def __init__(self, seed: int, deaf: frozenset[tuple[str, str]] = frozenset(), nbytes: int = 1 << 24) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,12 +139,12 @@ class Late(TorchDispatchMode):
         self.recording = False
         self.queues = [Queue(self, "compute")]
         self.current = [self.queues[0]]
-        self.is_host = False  # what does not go into another queue is done by the host, now
-        self.idle = False  # nothing is done until the host waits for it
-        self.slow: frozenset[str] = frozenset()  # the queues that do something only where no other one can
+        self.is_host = False  # True while ops run on the host, at once
+        self.idle = False  # True if nothing runs until the host waits for it
+        self.slow: frozenset[str] = frozenset()  # queues that run a task only if no other queue can
 
     def seed(self, seed: int) -> None:
-        """Be late in another way from now on."""
+        """Reorder tasks by another seed from now on."""
         self.draw = random.Random(seed)
 
     # --- what torch.cuda has
@@ -165,13 +165,13 @@ class Late(TorchDispatchMode):
         yield
         self.current.pop()
 
-    # --- doing what was noted down
+    # --- running queued tasks
 
     def finish(self) -> None:
         self.run(lambda: not any(queue.tasks for queue in self.queues))
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Do what is noted down, in any order, until that is so."""
+        """Run queued tasks, in any order, until the condition holds."""
         speeds = [1e-6 if queue.name in self.slow else self.draw.choice((1, 10, 100)) for queue in self.queues]
         with _disable_current_modes(), torch.no_grad():
             while not done():
@@ -198,11 +198,11 @@ class Late(TorchDispatchMode):
         if left:
             self.run(enough)
 
-    # --- noting down
+    # --- queueing ops
 
     @contextmanager
     def hosting(self, there: bool = True) -> Iterator[None]:
-        """What runs here is the host's own work."""
+        """Run the body as work of the host."""
         before, self.is_host = self.is_host, there
         try:
             yield
@@ -211,7 +211,7 @@ class Late(TorchDispatchMode):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note down what runs here, and have done it all at the end."""
+        """Queue the ops of the body; all of them have run at its end."""
         with self:
             yield
         self.finish()
@@ -253,7 +253,7 @@ class Late(TorchDispatchMode):
         self.current[-1].tasks.append(work)
 
     def _unowned(self, x: Tensor) -> Tensor:
-        """The same bytes, which may be given to somebody else meanwhile."""
+        """Return the same bytes without owning them, so that they may be allocated again meanwhile."""
         at = x.data_ptr() - self.arena.data_ptr()
         if not x.numel() or not 0 <= at < self.arena.nbytes:
             return x.detach()
@@ -261,7 +261,7 @@ class Late(TorchDispatchMode):
         return unowned.set_(self.arena.untyped_storage(), at // x.itemsize, x.shape, x.stride())
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Results without content, as the op would lay them out."""
+        """Return results without content, with the strides of the op."""
 
         def meta(x: Tensor) -> Tensor:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -273,7 +273,7 @@ class Late(TorchDispatchMode):
         return tree_map_only(Tensor, self._allocated, func(*args, **kwargs))
 
     def _allocated(self, like: Tensor) -> Tensor:
-        """A tensor at the first gap of the arena that is large enough."""
+        """Return a tensor at the first gap of the arena that is large enough."""
         nbytes = like.untyped_storage().nbytes()
         if not nbytes:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)

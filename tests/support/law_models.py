@@ -1,11 +1,11 @@
-"""Small models on which the law is tried: each captured and priced once, with what a step of the plain one comes to.
+"""Small models for the tests of the law: each is captured and priced once, with the results of eager's step.
 
     its = subject("attention")
     its.again()
     ...                                           # some step on its.tensors
     its.facts(outputs) == eager("attention", 1)
 
-`again` makes everything what it was before the first step.
+`again` restores the state before the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROBER = OpProfiler(1 << 30)
 
 
 class Normed(nn.Module):
-    """Draws random numbers, and changes buffers."""
+    """A model that draws random numbers, and changes buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions, in place wherever it can be."""
+    """Convolutions, with in-place ops where possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Pictures(nn.Module):
 
 
 class Views(nn.Module):
-    """Values that are pieces, copies and other sides of one another; an output beside the loss; a buffer that is assigned anew."""
+    """Values that are views and copies of one another, an output beside the loss, and a buffer that is assigned."""
 
     seen: Tensor
 
@@ -107,7 +107,7 @@ class Views(nn.Module):
 
 
 class Slices(nn.Module):
-    """Values that lie with gaps between them in storages larger than they are: slices that are written to, spectra."""
+    """Values with gaps in larger storages: slices that are written to, and spectra."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Slices(nn.Module):
 
 
 class Bank(nn.Module):
-    """Writes to buffers where they are: to a piece that is read afterwards, backward included, and to all of one."""
+    """A model that writes to buffers in place: to a slice that forward and backward read later, and to a whole one."""
 
     bank: Tensor
     mean: Tensor
@@ -155,7 +155,7 @@ GPT2 = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head
 
 
 class Skips(nn.Module):
-    """Layers with skips, of which two share a weight."""
+    """Layers with skip connections; two of them share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, .
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, a call of it, the captured step, and what a step of the plain model comes to."""
+    """A model, a call of it, and the captured step."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -195,7 +195,7 @@ class Subject:
         return operands(self.model, self.args, self.kwargs)
 
     def again(self) -> None:
-        """Everything as it was before the first step."""
+        """Restore the state before the first step."""
         for name, parameter in self.model.named_parameters():
             parameter.data = self.begin[name].clone()  # on the device, wherever the plan before had it
         self.model.load_state_dict(self.begin)
@@ -204,7 +204,7 @@ class Subject:
         torch.manual_seed(1)
 
     def facts(self, outputs: list[Tensor]) -> list[Tensor]:
-        """All that must be the same after a step."""
+        """Return all that must be equal after a step."""
         grads = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
         state = [*self.model.buffers(), *self.model.parameters(), torch.get_rng_state()]
         return [tensor.detach().clone() for tensor in (*outputs, *grads, *state)]
@@ -223,14 +223,14 @@ def subject(name: str) -> Subject:
 
 
 def corrected(captured: Captured, adds: bool) -> fx.Graph:
-    """The graph of a step that makes gradients or `adds` to them, with the values that its ops really make."""
+    """Return the graph of a step that makes gradients or `adds` to them, with measured layouts."""
     graph = accumulate_grads(captured, hooked=()) if adds else captured.graph.graph
     apply_profiled_layouts(graph, fake_mode(graph), PROBER.layouts)
     return graph
 
 
 def price(node: fx.Node) -> Cost:
-    """Real workspace, but a time that is the same in every run."""
+    """Return the measured workspace, and a time that is the same in every run."""
     cost = OpProfiler(1 << 40)(node)
     return Cost(5.0, cost.workspace) if cost.us else cost
 

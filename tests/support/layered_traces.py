@@ -1,9 +1,9 @@
-"""Steps of layers with a parameter each, as lines of text between which a test puts what it is about.
+"""Steps of layers with one parameter each, as lines of text into which a test inserts ops.
 
 forward("v", "w")    v = parameter(), w = parameter(), ..., a = f(x, v), b = f(a, w)
 backward("v", "w")   dw = g(d, a), p = g(d, w), dv = g(p, x)
 step("v", "w")       both, and q = g(p, v), as a trace that hands out all gradients
-placed_lines(trace)  with exchanges between ranks in their places
+placed_lines(trace)  its lines with collectives in their places
 lines(trace)         its ops as they are called, without notes and inputs
 """
 
@@ -16,7 +16,7 @@ VALUES, TANGENTS = "abc", "pqr"
 
 
 def forward(*parameters: str) -> str:
-    """Inputs, and a layer of each parameter; x is what the first one reads, and d the gradient of the last one's."""
+    """Return the inputs, and a layer for each parameter; the first reads x, and d is the last one's gradient."""
     inputs = [f"{name} = parameter()" for name in parameters] + ["x = input()", "d = tangent()"]
     reads = zip(f"x{VALUES}", parameters, strict=False)
     return "\n".join(
@@ -28,12 +28,12 @@ def forward(*parameters: str) -> str:
 
 
 def backward(*parameters: str) -> list[str]:
-    """The gradient of each parameter, from the last to the first, and between them those of what its layer read."""
+    """Return the gradients of the parameters, from last to first, and between them those of the layers' inputs."""
     return _gradients(*parameters)[:-1]
 
 
 def step(*parameters: str) -> Trace:
-    """A whole step, which hands out the gradients of the parameters and of what the first layer reads."""
+    """Return a whole step, whose outputs include the gradients of the parameters and of x."""
     made = _gradients(*parameters)
     handed = [f"output {VALUES[len(parameters) - 1]}", *(f"gradient d{name}" for name in parameters)]
     handed.append(f"input_gradient {TANGENTS[len(parameters) - 1]}")
@@ -42,7 +42,7 @@ def step(*parameters: str) -> Trace:
 
 
 def placed_lines(trace: Trace, at_once: bool = False) -> str:
-    """The lines of a step whose exchanges and gathers are where they belong, from where nothing is moved again."""
+    """Return the lines of a step after its collectives were placed; placing them again changes nothing."""
     found = place_collectives(trace, at_once)
     check(found)
     assert place_collectives(found, at_once) == found
@@ -54,7 +54,7 @@ def lines(trace: Trace) -> str:
 
 
 def _gradients(*parameters: str) -> list[str]:
-    """Those of backward, and behind them that of what the first layer reads."""
+    """Return the lines of `backward`, and the gradient of x."""
     made = [*zip(f"x{VALUES}", parameters, strict=False)]
     found, above = list[str](), "d"
     for (value, parameter), below in zip(reversed(made), TANGENTS, strict=False):

@@ -1,4 +1,4 @@
-"""Limits that the kernel sets."""
+"""Resource limits of the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """Meanwhile no file of this process can grow beyond."""
+    """Limit the size of files that this process writes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -21,7 +21,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def files_left(count: int) -> Iterator[None]:
-    """Meanwhile this process can open so many files more."""
+    """Limit how many more files this process can open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, before[1]))
     taken = []

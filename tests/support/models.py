@@ -1,4 +1,4 @@
-"""The small networks that several tests train: plain ones, and those of transformers with given sizes."""
+"""Small networks for several tests: plain ones, and models of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Net(nn.Module):
-    """Dropout, and two weights that are one."""
+    """A net with dropout and a tied weight."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Net(nn.Module):
 
 
 class Running(Net):
-    """With buffers that forward changes."""
+    """A net with buffers that forward changes."""
 
     def normed(self, width: int) -> nn.Module:
         return nn.BatchNorm1d(width)
 
 
 class Plain(nn.Module):
-    """Dropout only, and each weight is used once: the sum of its gradients has one order."""
+    """A net with dropout that uses each weight once, so that the order of gradient sums is fixed."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Plain(nn.Module):
 
 
 class Heads(nn.Module):
-    """A loss, and what it is made of."""
+    """A model that returns a loss and its terms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Heads(nn.Module):
 
 
 class Function(nn.Module):
-    """A linear layer, and then any function."""
+    """A linear layer, and any function of its output."""
 
     def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class Function(nn.Module):
 
 
 def net(width: int = 32, layers: int = 4) -> nn.Module:
-    """Layers with dropout, the same each time."""
+    """Return layers with dropout, from a fixed seed."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)])
 
 
 def batch(rows: int = 100, width: int = 32) -> Tensor:
-    """Input of `net`."""
+    """Return an input of `net`."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
 
 

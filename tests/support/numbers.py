@@ -1,4 +1,4 @@
-"""Numbers that are hard to round, and when two tensors are the same to the bit."""
+"""Numbers that are hard to round, and a comparison of bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hard(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random bits: every exponent, what is denormal, infinite and no number too; then ties, ends of ranges, zeros."""
+    """Return random bits: all exponents, denormals, infinities and NaNs; then ties, ends of ranges, zeros."""
     generator = torch.Generator().manual_seed(count)
     bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator).to(torch.int32)
     near = torch.randn(count, generator=generator).mul(10.0 ** torch.randint(-9, 7, (count,), generator=generator))
@@ -30,7 +30,7 @@ def hard(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether all bits are equal, but for those of what is no number."""
+    """Return True if all bits are equal, except those of NaNs."""
     if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
         return False
     if not ours.dtype.is_floating_point:

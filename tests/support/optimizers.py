@@ -1,4 +1,4 @@
-"""Optimizers of every kind, and a small net that they train."""
+"""Optimizers of every kind, and a small net for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def net() -> nn.Module:
-    """Parameters of several sizes, and a frozen one."""
+    """Return a net with parameters of several sizes, and a frozen one."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
     module.register_parameter("frozen", nn.Parameter(torch.ones(7), requires_grad=False))

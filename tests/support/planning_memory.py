@@ -1,8 +1,8 @@
-"""How far a process's anonymous memory grows while a step is planned; run as a process of its own.
+"""Measure how far a process's anonymous memory grows during planning; run as its own process.
 
     python -m tests.support.planning_memory FOLDER     ->    {"budget": 33554432, "there": 6299648, "grown": 13377536, ...}
 
-Another step is planned before, so that what is imported and started once is there.
+Another step is planned before, so that imports and threads are not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATUS = Path("/proc/self/status")
 
 
 def anonymous_nbytes() -> int:
-    """The bytes of this process that no file stands behind."""
+    """Return the anonymous bytes of this process, which are not backed by a file."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
@@ -41,7 +41,7 @@ def loss(y: Tensor) -> Tensor:
 
 
 class Watch(threading.Thread):
-    """Looks at the memory all the time."""
+    """Polls the memory in a thread."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -53,7 +53,7 @@ class Watch(threading.Thread):
 
 
 def grown(budget: int, folder: str) -> dict[str, int]:
-    """What planning a step under `budget` takes above what lies there."""
+    """Return how far the memory grows while a step is planned under `budget`."""
     model, x = net(WIDTH, LAYERS), torch.randn(ROWS, WIDTH)
     there = resident_bytes([*model.parameters(), x])
     gc.collect()

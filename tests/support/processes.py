@@ -1,8 +1,8 @@
-"""The same steps planned in two processes, in which sets of names iterate in other orders.
+"""Plan the same steps in two processes whose sets iterate in different orders.
 
-    printed(code, steps)    # what both print
+    printed(code, steps)    # the output of both
 
-It must be the same: no plan depends on the order of a set.
+Both must be equal, because no plan may depend on the order of a set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def printed(code: str, steps: Iterable[Trace]) -> str:
-    """`code` gets the steps by standard input, with ===== between them."""
+    """Run `code` in both; its standard input is the steps, with ===== between them."""
     here, there = (
         subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""One model under one budget, against eager: are gradients bit-equal, and is measured <= forecast <= budget?
+"""Compare a model under a budget with eager: bit-equal gradients, and measured <= forecast <= budget.
 
     trial(case, 0.5)  ->  Trial(budget=..., forecast=..., measured=..., equal=True, ...)
 
@@ -22,18 +22,18 @@ import memgraph
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.zoo import Case, eager_peak, fresh
 
-STEPS = 5  # of another signature, measured, timed, perhaps planned anew and measured, and once from outside
+STEPS = 5  # of another signature, measured, timed, perhaps planned again and measured, and once measured by this file
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it; bytes are of the whole device, times in microseconds."""
+    """The results of a trial; bytes are of the whole device, times in microseconds."""
 
     budget: int
     eager: int
     forecast: int
     measured: int
-    first: int | None  # what the module itself measured in its first step
+    first: int | None  # as measured by the module in its first step
     equal: bool
     eager_us: float
     us: float
@@ -44,7 +44,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Training:
-    """Some steps: all that must be equal, what the last of them allocated, and its time."""
+    """Some steps: all values that must be equal, the peak of the last step, and its time."""
 
     facts: list[Tensor]
     peak: int
@@ -65,9 +65,7 @@ def trial(case: Case, share: float, **wishes: Any) -> Trial:
     ours = _train(model, lambda: case.loss(batch.of(planned)) if case.beside else batch.of(planned))
     report = planned.plan
     kinds = [type(decision).__name__ for decision in report.plan]
-    held = resident_bytes(
-        [*model.parameters(), *model.buffers(), *tensors_of_batch(batch)]
-    )  # what lives on disk is not
+    held = resident_bytes([*model.parameters(), *model.buffers(), *tensors_of_batch(batch)])  # bytes on disk are not
     staging = int(report.forecast.by_kind["staging"].max(initial=0))
     return Trial(
         budget, there + eager_peak_of(case), report.peak, held + ours.peak + staging, report.measured,
@@ -88,7 +86,7 @@ def _eager(case: Case) -> Training:
 
 
 def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
-    """AdamW steps from the same seeds; forward and backward of the last are measured, the optimizer is not."""
+    """Train with AdamW from fixed seeds; measure forward and backward of the last step, without the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     facts: list[Tensor] = []
     peak, us = 0, float("inf")
@@ -102,7 +100,7 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
             begin = time.perf_counter()
             loss = loss_of()
             loss.backward()
-            us = min(us, (time.perf_counter() - begin) * 1e6)  # another step is planned anew, or metered
+            us = min(us, (time.perf_counter() - begin) * 1e6)  # one of the steps may be planned again or metered
             facts.append(loss.detach())
         facts += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
@@ -111,5 +109,5 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
 
 
 def tensors_of_batch(batch: Any) -> list[Tensor]:
-    """What a model is called with."""
+    """Return the tensors that a model is called with."""
     return [leaf for leaf in tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)]

@@ -1,10 +1,10 @@
-"""Random modules, as the Python that they are: the same for the same seed, on every machine.
+"""Random modules as Python source: the same for the same seed, on every machine.
 
     module = random_module(7)
     print(module.source)             # class Random(nn.Module): ... a failure is reproduced by pasting it
     model, inputs = module.made()
 
-`module_of(["linear", "queue"])` is one of given pieces; `tests/support/beside_eager.py` trains one beside eager.
+`module_of(["linear", "queue"])` has given pieces; `tests/support/beside_eager.py` trains one beside eager.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tests.support.random_pieces import GROUPS, PIECES
 
-# Two calls sum the gradients of a weight that each uses twice in an order of their own.
+# If two calls both use a weight twice, the order of their gradient sums differs from eager's.
 SHARING = frozenset({"twice", "tied"})
 SIZES = ((8, 16), (32, 8))  # rows and columns of what a module is called with: few, so that few ops have to be priced
 SHARES = (0.5, 0.7, 0.85, 1.0)
@@ -47,12 +47,12 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class RandomModule:
-    """A module as text: its class is `Random`, and its one input is a matrix.
+    """A module as source: its class is `Random`, and its one input is a matrix.
 
     Attributes:
-        pieces: the names of what it is made of, and of what it returns.
-        loop: how it is trained, one of `LOOPS`.
-        share: the budget is what lies there, and so much of what eager's step needs above that.
+        pieces: the names of its pieces, and of its return value.
+        loop: the training loop, one of `LOOPS`.
+        share: the budget is the resident bytes, and this share of the peak of eager's step above them.
     """
 
     seed: int
@@ -64,7 +64,7 @@ class RandomModule:
     share: float = 0.6
 
     def made(self) -> tuple[nn.Module, list[Tensor]]:
-        """The module, and inputs for some steps."""
+        """Return the module, and inputs for some steps."""
         names: dict[str, Any] = {}
         exec(HEADER + self.source, names)
         torch.manual_seed(self.seed)
@@ -73,7 +73,7 @@ class RandomModule:
 
 
 def random_module(seed: int) -> RandomModule:
-    """The module of a seed."""
+    """Return the module of a seed."""
     chance = random.Random(seed)
     size, count = chance.choice(SIZES), chance.randint(1, 6)
     loop, share = chance.choice(("plain", *LOOPS)), chance.choice(SHARES)
@@ -86,7 +86,7 @@ def module_of(
     pieces: Sequence[str], returns: str = "loss", loop: str = "plain", share: float = 0.6,
     size: tuple[int, int] = SIZES[0], chance: random.Random | None = None, seed: int = 0,
 ) -> RandomModule:  # fmt: skip
-    """The module of these pieces, each of which reads the one before, or by `chance` any earlier one."""
+    """Return a module of these pieces; each reads the one before, or by `chance` any earlier one."""
     chance = chance or random.Random(seed)
     rows, columns = size
     sizes = {"n": rows, "w": columns, "h": columns // 2, "q": columns // 4}

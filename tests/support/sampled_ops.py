@@ -1,4 +1,4 @@
-"""torch's own list of ops with sample inputs, each as a module: `modules_of("cdist")` are its first samples."""
+"""torch's list of ops with sample inputs, as modules: `modules_of("cdist")` yields its first samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 100_000  # elements of a sample
 
 
 class Sampled(nn.Module):
-    """An op with all arguments of a sample but the tensors, with which it is called."""
+    """An op with the arguments of a sample, to be called with its tensors."""
 
     def __init__(self, op: Callable[..., Any], leaves: list[Any], spec: Any) -> None:
         super().__init__()

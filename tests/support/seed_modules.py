@@ -1,4 +1,4 @@
-"""One loop over a plain module and over the same compiled, whose plan leaves nothing as it is.
+"""Run a loop with a plain module and with a compiled one whose plan keeps no value.
 
 assert_alike(lambda model: [model(x)], make)     results, gradients, parameters, buffers, random numbers: to the bit
 """
@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> memgraph.CompiledModule:
-    """The loop does to the compiled module, which is returned, what it does to the plain one."""
+    """Check that a loop has the same results with both modules; return the compiled one."""
     _, theirs = _facts(loop, make())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "make_plan", given_up)
@@ -38,13 +38,13 @@ def batch(rows: int = 6, seed: int = 5) -> Tensor:
 
 
 def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
-    """The same whenever it is made."""
+    """Return a layer from a fixed seed."""
     torch.manual_seed(0)
     return nn.Linear(inputs, outputs)
 
 
 class Function(nn.Module):
-    """Two linear layers and a function of them."""
+    """Two linear layers, and a function of them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
 
 
 def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
-    """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
+    """Replace `make_plan`: recompute values for each use where possible, and offload the others."""
     gaps = ReuseGaps(trace)
     fates = {
         s: Placement.OFFLOAD_BLOCKING if trace.op[gaps.producer[s]].once else Placement.RECOMPUTE_PER_USE

@@ -1,4 +1,4 @@
-"""Bytes for a disk, a way there and back, and a gate on the way: `round_trip(lease, 0, noise(MANY))` is what comes back."""
+"""Random bytes, a copy to disk and back, and a gate that blocks it: `round_trip(lease, 0, noise(MANY))`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def round_trip(lease: DiskLease, slot: int, tensor: torch.Tensor) -> torch.Tenso
 
 
 class Gate:
-    """Stands in for `os.pwritev`: says that it was reached, and writes once it is opened."""
+    """A replacement for `os.pwritev` that sets `reached`, and writes once it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened, self.written = threading.Event(), threading.Event(), 0
@@ -46,7 +46,7 @@ class Gate:
 
 
 def drain() -> None:
-    """Return when the workers have forgotten whatever they did before."""
+    """Wait until the workers have dropped the references of earlier tasks."""
     together = threading.Barrier(WORKERS + 1)
     for _ in range(WORKERS):
         submit(together.wait)

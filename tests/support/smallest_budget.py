@@ -1,4 +1,4 @@
-"""The smallest budget of a call: what the error of one that is too small says.
+"""Find the smallest budget of a call, as the BudgetError of a smaller one gives it.
 
 smallest_of(lambda: memgraph.plan(module, x, budget=1))  ->  1703175
 """
@@ -16,7 +16,7 @@ from memgraph.planning import budget_error
 
 
 def smallest_of(call: Callable[[], Any]) -> int:
-    """Without advice on micro-batches, for which the error would have the call captured some more times."""
+    """Return the smallest budget; advice on micro-batches is disabled, because it captures the call several times."""
     with (
         mock.patch.object(budget_error, "suggest_microbatches", lambda error, *_: error),
         pytest.raises(memgraph.BudgetError) as caught,

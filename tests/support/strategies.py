@@ -1,10 +1,10 @@
-"""Random steps, and random plans that may be carried out on them, for hypothesis.
+"""Random steps and random valid plans for them, for hypothesis.
 
     @given(traces())     inputs, 1-25 forward ops, and a backward that walks them the other way and reads what they made
-    @given(planned())    a step and a plan for it: of random fates, or of decisions that were placed at random
+    @given(planned())    a step and a plan for it: of random placements, or of random decisions
 
-A step is decoded from bytes, ten an op: these are drawn fast, and shrink to zeros, which spell a plain chain.  What fails is
-printed as text as well.
+A step is decoded from bytes, ten for each op: they are drawn fast, and shrink to zeros, which decode to a plain chain.
+A failing example is printed as text as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATE = 16  # bytes of the generator's state
 
 @dataclass(frozen=True, slots=True)
 class Gene:
-    """What becomes of one op; `reads` counts back from the newest value."""
+    """The properties of one op; `reads` counts back from the newest value."""
 
     kind: str
     reads: tuple[int, ...]
@@ -40,7 +40,7 @@ class Gene:
 
     @classmethod
     def of(cls, code: bytes, kinds: Sequence[str]) -> Gene:
-        """The gene that `code` spells."""
+        """Decode a gene."""
         kind, count, near, middle, far, hands, hasty, busy, high, low = code
         reads = (near % 4, middle % 8, far)[: 1 + count % 3]
         nbytes = (high * 256 + low) % 10_001
@@ -52,7 +52,7 @@ class Gene:
 
 @st.composite
 def traces(draw: st.DrawFn, max_forward: int = 25) -> Trace:
-    """A step as `summarize` finds them; every invariant holds of it."""
+    """Draw a step like those of `summarize`; every invariant holds."""
     count = draw(st.integers(1, max_forward))
     code = st.binary(min_size=10, max_size=10)
     codes = draw(st.lists(st.tuples(code, code), min_size=count, max_size=count))
@@ -63,9 +63,9 @@ def traces(draw: st.DrawFn, max_forward: int = 25) -> Trace:
 
 
 def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: bool = False) -> Trace:
-    """The step whose forward and backward ops `codes` spell.
+    """Decode the forward and backward ops of a step.
 
-    `late`: tangents stand at the head of backward; `updated`: the optimizer's update is the last op.
+    With `late`, tangents are at the head of backward; with `updated`, the optimizer's update is the last op.
     """
     forward = [Gene.of(code, FORWARD) for code, _ in codes]
     backward = [Gene.of(code, BACKWARD) for _, code in codes]
@@ -73,7 +73,7 @@ def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: b
 
 
 def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st.SearchStrategy[Machine]:
-    """Machines without a far tier, with slow links and with fast ones; the budget is for the test to say."""
+    """Draw a machine without a tier, or with slow or fast links; the test sets the budget."""
     rate, cast = st.sampled_from(links), st.sampled_from(CASTS)
     return st.builds(
         Machine, st.just(0),
@@ -90,8 +90,7 @@ def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st
 
 @st.composite
 def legal_fates(draw: st.DrawFn, gaps: ReuseGaps, wire: str = "", homes: bool = True) -> dict[str, Placement]:
-    """A fate for each movable storage, of those that the planner may choose; with `homes` also for some inputs and
-    gradients."""
+    """Draw a legal placement for each movable storage; with `homes` also for some inputs and gradients."""
     numbers = draw(st.lists(st.integers(0, 8), min_size=len(gaps.producer), max_size=len(gaps.producer)))
     found = {}
     for storage, number in zip(gaps.producer, numbers, strict=True):
@@ -106,7 +105,7 @@ def legal_fates(draw: st.DrawFn, gaps: ReuseGaps, wire: str = "", homes: bool = 
 
 
 def ways(gaps: ReuseGaps, storage: str, wire: str = "") -> tuple[Placement, ...]:
-    """The ways in which a storage can go to the far tier."""
+    """Return the placements that offload a storage."""
     if storage not in gaps.whole_value:
         return ()
     return tuple(way for way in OFFLOADED if way not in CAST or gaps.wire_nbytes(storage, wire))
@@ -114,7 +113,7 @@ def ways(gaps: ReuseGaps, storage: str, wire: str = "") -> tuple[Placement, ...]
 
 @st.composite
 def plans(draw: st.DrawFn, trace: Trace) -> Plan:
-    """A plan that may be carried out on `trace`."""
+    """Draw a valid plan for `trace`."""
     way = draw(st.sampled_from((scheduled, recomputes, trips)))
     plan = draw(way(trace))
     note("\n".join(map(str, plan)))
@@ -129,7 +128,7 @@ def planned(draw: st.DrawFn) -> tuple[Trace, Plan]:
 
 @st.composite
 def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
-    """What carries out random fates."""
+    """Draw the plan of random placements."""
     gaps = ReuseGaps(trace)
     machine = draw(machines(LINKS[1:], ("", "bf16")))
     return schedule(gaps, draw(legal_fates(gaps, machine.cast.dtype)), machine)
@@ -137,7 +136,7 @@ def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
 
 @st.composite
 def recomputes(draw: st.DrawFn, trace: Trace) -> Plan:
-    """Some values made again, some of them several times, anywhere behind their first time."""
+    """Draw recomputation of some values, some of them several times, anywhere after they were made."""
     last = len(trace.ops) - 1
     again = [i for i, op in enumerate(trace.ops[:-1]) if not op.is_input and not op.once]
     if not again:
@@ -148,7 +147,7 @@ def recomputes(draw: st.DrawFn, trace: Trace) -> Plan:
 
 @st.composite
 def trips(draw: st.DrawFn, trace: Trace) -> Plan:
-    """Some values sent away between any two of their reads, their views made again behind, some fetched a second time."""
+    """Draw values to offload between two of their reads, with recomputation of their views; some are reloaded twice."""
     gaps = ReuseGaps(trace)
     plan: list[Decision] = []
     for storage in draw(st.lists(st.sampled_from(sorted(gaps.whole_value) or [""]), unique=True, max_size=3)):
@@ -159,8 +158,7 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
 
 
 def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
-    """Out and back between two neighbouring reads of any value that holds `storage`, cast for the way or not; nothing,
-    if that can't be."""
+    """Offload and reload between two neighbouring reads of `storage`, cast or not; empty if that is impossible."""
     trace, root = gaps.trace, gaps.whole_value[storage]
     first = gaps.index[root]
     reads = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
@@ -186,7 +184,7 @@ def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
 
 
 def _views_read_from(gaps: ReuseGaps, storage: str, use: int) -> list[str] | None:
-    """The views of the root that exist before op `use` and are read from there on; None if another value is read there."""
+    """Return the views of the root that are made before op `use` and read later; None if another value is read."""
     trace, root = gaps.trace, gaps.whole_value[storage]
     read = {name for op in trace.ops[use:] for name in op.reads}
     holders = [op.name for op in trace.ops[:use] if storage in op.holds and op.name != root]
@@ -205,7 +203,7 @@ def _between(least: int, most: int, number: int) -> int:
 
 
 class _Writer:
-    """Decodes genes; `values` are what forward can read, `gradients` what backward hands on, `hands` what goes out."""
+    """Decodes genes; forward reads `values`, backward reads `gradients`, and the step returns `hands`."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -250,11 +248,11 @@ class _Writer:
     def _backward(self, name: str, gene: Gene) -> None:
         if gene.kind == "skip":
             return
-        # The k-th backward op stands opposite the k-th value from the end; `reads` counts back from there.
+        # The k-th backward op reads the k-th value from the end; `reads` counts back from there.
         opposite = self.values[: max(1, len(self.values) - int(name[1:]))]
         reads = (_back(self.gradients, gene.reads[0] // 3), *(_back(opposite, back) for back in gene.reads))
         if gene.kind == "view" and gene.hands:
-            self.values.append(self._op(name, gene, reads[1:], "backward")[0])  # of what forward made
+            self.values.append(self._op(name, gene, reads[1:], "backward")[0])  # a view of a value of forward
             return
         made = self._op(name, gene, tuple(dict.fromkeys(reads)), "backward")
         self.gradients += made
@@ -262,13 +260,13 @@ class _Writer:
             self.hands.append(("gradient", made[-1]))
 
     def _op(self, name: str, gene: Gene, reads: tuple[str, ...], phase: str) -> list[str]:
-        """Write the op, and behind an op with several results what takes them out; the values that can be read."""
+        """Write the op, and a getitem for each of several results; return the values that can be read."""
         made = tuple(Storage(part, nbytes) for part, nbytes in _made(name, gene))
         holds = tuple(storage.name for storage in made)
         if not made:
             reads, holds = reads[:1], self.holds[reads[0]]
         self.nbytes |= {storage.name: storage.nbytes for storage in made}
-        # A view shows all of its storage or a piece of it.
+        # A view shows all of its storage or a part of it.
         piece = gene.kind in ("slice", "split") or (gene.kind == "view" and gene.us % 1)
         types = ["u8[7]" if piece else _type(self.nbytes[held]) for held in holds]
         op = Op(
@@ -281,7 +279,7 @@ class _Writer:
         self._add(op)
         if len(made) < 2:
             return [name]
-        taken = range(len(made) - (gene.workspace > 0))  # at times nobody takes the last
+        taken = range(len(made) - (gene.workspace > 0))  # sometimes the last result has no user
         return [self._part(name, i, holds[i : i + 1], types[i], phase) for i in taken]
 
     def _part(self, name: str, i: int, holds: tuple[str, ...], type: str, phase: str) -> str:
@@ -298,7 +296,7 @@ def _type(nbytes: int) -> str:
 
 
 def _made(name: str, gene: Gene) -> list[tuple[str, int]]:
-    """The storages that an op makes, each with its bytes; a view makes none."""
+    """Return the storages that an op makes, each with its bytes; a view makes none."""
     match gene.kind:
         case "view" | "split":
             return []

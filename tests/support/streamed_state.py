@@ -1,4 +1,4 @@
-"""Small nets whose state is large enough to live on disk, and what must be the same as in eager after every step."""
+"""Small nets whose state is large enough to offload, and a comparison with eager after every step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.smallest_budget import smallest_of
 Make = Callable[[], nn.Module]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 WIDTH, ROWS, STEPS = 256, 8, 5
-SLACK = 1.05  # over the smallest, which is another one where other prices lead another way down
-TINY = 1 << 20  # a budget under which nothing is possible
+SLACK = 1.05  # over the smallest budget, which changes with measured prices
+TINY = 1 << 20  # a budget that is too small for every step
 
 
 def chain(layers: int = 6, *more: Make) -> nn.Module:
-    """Linear layers of 262 kB, each with an activation and whatever `more` makes."""
+    """Return linear layers of 262 kB, each with an activation and the modules of `more`."""
     torch.manual_seed(0)
     kinds: tuple[Make, ...] = (lambda: nn.Linear(WIDTH, WIDTH), nn.GELU, *more)
     return nn.Sequential(*(kind() for _ in range(layers) for kind in kinds))
@@ -50,7 +50,7 @@ ADAMW = OPTIMIZERS["adamw"]
 
 
 def tightest(make: Make = chain, kind: str | None = "adamw", grad: bool = True) -> int:
-    """About the smallest budget, with and without gradients to add to, for windows of the size that they now have."""
+    """Return about the smallest budget for the current window size; `grad` False is without backward."""
     return _tightest(make, kind, grad, offloaded_update.SMALLEST)
 
 
@@ -64,7 +64,7 @@ def _tightest(make: Make, kind: str | None, grad: bool, _window: int) -> int:
 
 
 def least(kind: str = "adamw", make: Make = chain, **wishes: Any) -> int:
-    """A little more than the smallest budget, as the planner is now."""
+    """Return a little more than the smallest budget, without caching it."""
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
     wishes |= {"budget": 1, "optimizer": optimizer, "loss": loss, "time_limit": 0}
@@ -77,19 +77,19 @@ def streamed(model: nn.Module, budget: int, **wishes: Any) -> memgraph.CompiledM
 
 
 def streams(model: memgraph.CompiledModule) -> set[str]:
-    """What the latest plan streams."""
+    """Return the values that the latest plan streams."""
     return {decision.value for decision in model.plan.plan if isinstance(decision, Stream)}
 
 
 def assert_kept(model: memgraph.CompiledModule, budget: int) -> None:
-    """The latest step took no more than was foretold, which is no more than the budget."""
+    """Check measured <= forecast <= budget for the latest step."""
     report = model.plan
     assert report.measured is None or report.measured <= report.peak
     assert report.peak <= budget
 
 
 def far(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set[str]:
-    """What of the state is on disk now."""
+    """Return the kinds of state that are on disk now."""
     parameters = list(model.parameters())
     held: dict[str, list[Tensor | None]] = {
         "parameter": [p.detach() for p in parameters],
@@ -101,7 +101,7 @@ def far(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor | None]:
-    """All that must be the same after a step."""
+    """Return all tensors that must be equal after a step."""
     parameters = list(model.parameters())
     found: list[Tensor | None] = [*parameters, *model.buffers(), *(p.grad for p in parameters)]
     if optimizer is not None:
@@ -120,13 +120,19 @@ def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 
 class Twins:
-    """A plain model with its optimizer, and the same streamed under a budget."""
+    """An eager model with its optimizer, and a clone of both that is streamed under a budget."""
 
     def __init__(
         self, make: Make = chain, kind: str | None = "adamw", *, budget: int | None = None, optimizer: Any = None,
         given: bool = True, after: bool = False, **wishes: Any,
     ) -> None:  # fmt: skip
-        """`optimizer` makes one, of all parameters if None; it is `given` to compile or not; `after`: and made then."""
+        """Make both models.
+
+        Args:
+            optimizer: makes an optimizer of a model; None for `kind` with all parameters.
+            given: pass the optimizer to compile.
+            after: make it after compile.
+        """
         model = make()
         self.plain = copy.deepcopy(model)
         made: Any = optimizer or (lambda model: OPTIMIZERS[kind](model.parameters()) if kind else None)
@@ -138,7 +144,7 @@ class Twins:
         self.module = model
 
     def each(self, do: Callable[[nn.Module, Any, Callable[[nn.Module, Tensor], Tensor]], Any]) -> tuple[Any, Any]:
-        """Have both do something, from one seed; the last argument calls the model and makes the loss."""
+        """Call `do` with both models, from one seed; its last argument calls the model and returns the loss."""
         found = []
         for model, optimizer in ((self.plain, self.theirs), (self.model, self.ours)):
             torch.manual_seed(7)
@@ -147,14 +153,14 @@ class Twins:
         return found[0], found[1]
 
     def step(self, do: Any = None, seed: int = 1) -> None:
-        """Both take a step, and have come to the same."""
+        """Run a step of both, and compare them."""
         theirs, ours = self.each(do or partial(train, x=batch(seed)))
         assert same([ours], [theirs])
         self.assert_same()
         assert_kept(self.model, self.budget)
 
     def turns(self, do: Any, count: int) -> None:
-        """Both do something several times, and come to the same each time."""
+        """Call `do` several times with both, and compare them each time."""
         for _ in range(count):
             theirs, ours = self.each(do)
             assert torch.equal(theirs, ours)
@@ -162,7 +168,7 @@ class Twins:
         assert streams(self.model)
 
     def train_plain(self, steps: int) -> None:
-        """Only the plain one takes steps."""
+        """Train only the eager model."""
         for seed in range(steps):
             train(self.plain, self.theirs, lambda model, x: loss(model(x)), batch(seed))
 
@@ -178,7 +184,7 @@ class Twins:
 
 
 def train(model: nn.Module, optimizer: Any, run: Any, x: Tensor) -> Tensor:
-    """A step that leaves its gradients to be looked at."""
+    """Run a step that leaves its gradients, so that they can be compared."""
     optimizer.zero_grad()
     made = run(model, x)
     made.backward()

@@ -1,4 +1,4 @@
-"""Trainings in windows over the disk, and the plain ones beside which they are laid."""
+"""Train with windowed updates on disk, and compare with plain training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.transfer import offload_tensors
 
 Make = Callable[[Any], optim.Optimizer]
-SMALL = 200_000  # bytes of a window that holds a piece of any parameter here, and no large one whole
-STEPS = 7  # RAdam's update is another one from the sixth on
+SMALL = 200_000  # bytes of a window: a part of any parameter fits, and no whole large one
+STEPS = 7  # RAdam's update changes at the sixth step
 
 
 def made(kind: type[optim.Optimizer], **options: Any) -> Make:
-    # A scheduler writes into a learning rate that is a tensor.
+    # A scheduler writes to a learning rate that is a tensor.
     return lambda parameters: kind(parameters, **{key: copy.deepcopy(value) for key, value in options.items()})
 
 
@@ -84,7 +84,7 @@ SIDES = {
 
 @dataclass
 class Training:
-    """Parameters of several sizes and strides, an optimizer over them, and the same gradients each time."""
+    """Parameters of several sizes and strides, an optimizer, and gradients from fixed seeds."""
 
     parameters: list[nn.Parameter]
     optimizer: optim.Optimizer
@@ -97,7 +97,7 @@ class Training:
         generator = torch.Generator().manual_seed(self.done)
         self.done += 1
         for i, parameter in enumerate(self.parameters):
-            # Every third step, the last but one gets none; the last never does.
+            # The last parameter never gets a gradient; the last but one gets none in every third step.
             last = i >= len(self.parameters) - 1 - (self.done % 3 == 0)
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             gradient = torch.empty_like(parameter).copy_(gradient)
@@ -125,7 +125,7 @@ def parameters_of() -> list[nn.Parameter]:
 
 
 def training(folder: Path, make: Make, far: OffloadedTensors | None, nbytes: int = SMALL) -> Training:
-    """In windows if it is said what is far, plain otherwise."""
+    """Return a windowed training if `far` is given, otherwise a plain one."""
     parameters = parameters_of()
     optimizer = make(parameters)
     made = Training(parameters, optimizer, far or NOT, folder)
@@ -137,7 +137,7 @@ def training(folder: Path, make: Make, far: OffloadedTensors | None, nbytes: int
 
 
 def assert_equal(left: Training, right: Training, strides: bool = True) -> None:
-    """Parameters, gradients, states and options are the same, to the bit."""
+    """Check that parameters, gradients, states and options are bit-equal."""
     for one, other in zip(left.parameters, right.parameters, strict=True):
         assert same(one.data, other.data)
         assert (one.grad is None) == (other.grad is None)
@@ -158,7 +158,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def far_of(made: Training) -> set[int]:
-    """How many tensors of a parameter are on disk."""
+    """Return the numbers of tensors on disk, over all parameters."""
     tensors = [(p, p.grad, *made.optimizer.state.get(p, {}).values()) for p in made.parameters]
     return {sum(isinstance(one, Tensor) and buffer_slice_of(one) is not None for one in row) for row in tensors}
 

@@ -1,10 +1,10 @@
-"""The models of the promise: kinds of training step in which activations, not parameters, fill the memory.
+"""The models of the promise: training steps whose memory is mostly activations, not parameters.
 
     model, batch = fresh(case)
     case.loss(batch.of(model)).backward()
 
-Each is small enough to step in under a second on two cores, and its eager peak above parameters and batch is at least
-five times the bytes of its parameters, so that a budget has something to bite on. `python tests/support/zoo.py` prints a table.
+Each runs a step in under a second on two cores. Its eager peak above parameters and batch is at least five times the
+bytes of its parameters, so that budgets matter. `python tests/support/zoo.py` prints a table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support import models as nets
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with."""
+    """The arguments of a model's call."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch for it, and a loss on what it returns. Both are drawn from torch's global generator.
+    """A model, a batch and a loss. Model and batch are drawn from torch's global generator.
 
     A model that returns its loss `beside` other outputs is compiled as it is, and not together with a loss."""
 
@@ -52,13 +52,13 @@ class Case:
 
 
 def fresh(case: Case, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """The same parameters, batch and generator state for the same seed."""
+    """Return a model and a batch; parameters, batch and generator state depend on the seed only."""
     torch.manual_seed(seed)
     return case.make(), case.batch()
 
 
 def eager_peak(case: Case) -> int:
-    """Bytes above parameters, buffers and batch at the highest point of one forward and backward, gradients included."""
+    """Return the peak of forward and backward above parameters, buffers and batch; gradients count."""
     model, batch = fresh(case)
     _, allocation = measure_peak(lambda: case.loss(batch.of(model)).backward())
     if allocation is None:
@@ -67,7 +67,7 @@ def eager_peak(case: Case) -> int:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut, in place wherever they can be."""
+    """Two convolutions with a residual connection, and in-place ops where possible."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ResNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Called by keyword; returns a dict."""
+    """A model that is called by keyword, and returns a dict."""
 
     def __init__(self, width: int = 192, layers: int = 6) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Tied(nn.Module):
 
 
 def convolved(inputs: int, outputs: int, times: int = 4) -> nn.Sequential:
-    """Convolution, norm and activation, several times."""
+    """Return several blocks of convolution, norm and activation."""
     layers: list[nn.Module] = []
     for channels in (inputs, *[outputs] * (times - 1)):
         layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()]
@@ -156,7 +156,7 @@ def convolved(inputs: int, outputs: int, times: int = 4) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Each level's last activation waits for the way up, where it is concatenated."""
+    """A U-Net: each level's last activation is concatenated on the way up."""
 
     def __init__(self, width: int = 16, levels: int = 2) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class UNet(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Wide between narrow ends, a convolution for each channel, and a norm behind each."""
+    """An inverted residual block: wide between narrow ends, with depthwise convolutions and norms."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Inverted(nn.Module):
 
 
 class MobileNet(nn.Module):
-    """Returns its loss and what that is made of, and keeps running statistics."""
+    """A MobileNet that returns its loss and its terms, and has running statistics."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class MobileNet(nn.Module):
 
 
 class Queue(nn.Module):
-    """Contrasts what it is given with a queue, which it writes by slice after it has read it."""
+    """A contrastive model with a queue, which it reads and then writes by slice."""
 
     queue: Tensor
 
@@ -229,7 +229,7 @@ class Queue(nn.Module):
 
 
 class Twice(nn.Module):
-    """Sees two pictures with one encoder, norms in it, and follows their mean in a buffer that it reads first."""
+    """An encoder with norms that runs on two images, and a running mean in a buffer that is read first."""
 
     centre: Tensor
 
@@ -302,7 +302,7 @@ def text() -> Batch:
 
 
 def padded() -> Batch:
-    """Passages of unlike lengths."""
+    """Return sequences of different lengths, padded."""
     ids = tokens(4, 128)
     mask = (torch.arange(128) < torch.tensor([[128], [112], [96], [80]])).long()
     return Batch(kwargs={"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
@@ -317,7 +317,7 @@ def pictures() -> Batch:
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
-    """Against labels that need not be given: the classes in turn."""
+    """Return the cross entropy with generated labels: the classes in turn."""
     logits = logits.flatten(0, -2)
     return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[-1])
 
@@ -339,7 +339,7 @@ CASES = (
     Case("unet", UNet, lambda: Batch((torch.randn(4, 3, 64, 64),)), lambda images: images.square().mean()),
 )
 
-# Models that return their loss beside what it is made of, and write to buffers.
+# Models that return their loss with its terms, and write to buffers.
 BESIDE = (
     Case("mobilenet", MobileNet, lambda: Batch((torch.randn(8, 3, 32, 32), torch.arange(8))), lambda out: out[0], True),
     Case("queue", Queue, lambda: Batch((torch.randn(16, 64, 48), torch.arange(16))), lambda out: out[0], True),
@@ -351,7 +351,7 @@ BESIDE = (
 
 
 def main() -> None:
-    """Print what each model weighs, where its eager step peaks, and how long that takes."""
+    """Print the size of each model, and the peak and the time of its eager step."""
     print(f"{'model':10}{'parameters':>14}{'peak':>14}{'ratio':>8}{'step':>10}")
     for case in (*CASES, *BESIDE):
         parameters, peak = resident_bytes(fresh(case)[0].parameters()), eager_peak(case)
@@ -359,7 +359,7 @@ def main() -> None:
 
 
 def milliseconds(case: Case, steps: int = 3) -> float:
-    """The fastest of a few forwards and backwards."""
+    """Return the milliseconds of the fastest of a few forwards and backwards."""
     model, batch = fresh(case)
     took = []
     for _ in range(steps):
