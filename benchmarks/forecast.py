@@ -68,7 +68,7 @@ def _ratios(case: Case, rounds: int) -> list[Ratio]:
     half = memgraph.compile(model, budget, loss=case.loss)
     run(half)
     first = memgraph.compile(model, budget, loss=case.loss, plan=half.plan.to_json())  # which is kept
-    for _ in range(2):  # the first of them times the ops, and the plan is made again
+    for _ in range(2):  # the first of them times the ops, and then it is planned again
         run(half)
     run(first)
     taken |= _us({"first": partial(run, first), "half": partial(run, half)}, rounds)
@@ -78,7 +78,7 @@ def _ratios(case: Case, rounds: int) -> list[Ratio]:
 
 
 def _us(steps: dict[str, partial[None]], rounds: int) -> dict[str, list[float]]:
-    for step in steps.values():  # twice, so that a step is timed and planned anew before it is measured
+    for step in steps.values():  # twice, so that a step is timed and planned again before it is measured
         step(), step()
     taken = in_turn(dict(steps), rounds)
     return {name: [1e6 * seconds for seconds in taken[name]] for name in taken}

@@ -33,7 +33,7 @@ from benchmarks.records import Run
 
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
-STEPS = 3  # of which are timed
+STEPS = 3  # that are timed
 PART = 60.0  # seconds for the figures of kernels, of copies, and of updates
 
 

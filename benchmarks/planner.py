@@ -64,7 +64,7 @@ def real(
     console.print(f"{torch.get_num_threads()} threads, load {records.surroundings()['load']}")
     for part in parts or PARTS:
         if part not in PARTS:
-            raise typer.BadParameter(f"{part} is none of {', '.join(PARTS)}")
+            raise typer.BadParameter(f"{part} is not one of {', '.join(PARTS)}")
         if part == "forecast":
             ratios = forecast.forecast(rounds)
             console.print(forecast.table(ratios), width=200)

@@ -1,5 +1,5 @@
-"""How hypothesis tries: without a clock, and in CI always the same examples; costs that are nobody's but the tests';
-collections of what the tests made, and not of all that was imported; and Ctrl-C as in a terminal."""
+"""Set up all tests: hypothesis without a deadline, and with fixed examples in CI; a cache of prices for the tests;
+garbage collection without imported objects; and Ctrl-C as in a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ settings.load_profile("memgraph")
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is measured is shared by the tests, and not with the user's own processes."""
+    """Share measurements among the tests, but not with the user's own processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
@@ -37,8 +37,7 @@ def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def _plans_of_one_test(_costs_of_the_tests: None) -> None:
-    """A plan or a graph that one test has found is none for another, which may have put its own in the place of a search
-    or a trace."""
+    """Drop cached plans and graphs between tests, because a test may replace the search or the trace."""
     plan_cache._texts.clear()
     plan_cache._near.clear()
     for name in ("plans.sqlite*", "captures.sqlite*"):
@@ -48,7 +47,7 @@ def _plans_of_one_test(_costs_of_the_tests: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_imported_is_garbage() -> Iterator[None]:
-    """Torch and transformers are hundreds of thousands of objects, through which every collection would go."""
+    """Freeze the objects of torch and transformers, hundreds of thousands that every collection would visit."""
     gc.collect()
     gc.freeze()
     yield
@@ -57,7 +56,7 @@ def _nothing_imported_is_garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ctrl_c() -> Iterator[None]:
-    """A shell without job control starts what runs in the background with SIGINT ignored; the tests send it."""
+    """Restore SIGINT, which tests send, and which a shell without job control ignores for background processes."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What users are told is true: the script of docs/start.md runs, and options, defaults, errors and links exist."""
+"""The docs are true: the script of docs/start.md runs, and options, defaults, errors and links exist."""
 
 from __future__ import annotations
 

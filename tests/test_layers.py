@@ -61,7 +61,7 @@ def upward_imports() -> list[str]:
 
 
 def points_up(source: str, target: str, layers: tuple[set[str], ...]) -> bool:
-    """Whether both are in the table, and the target does not stand below."""
+    """Return True if both are in the table, and the target is not below the source."""
     row = {name: i for i, names in enumerate(layers) for name in names}
     return source in row and target in row and source != target and row[source] >= row[target]
 

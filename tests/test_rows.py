@@ -72,7 +72,7 @@ def known() -> frozenset[str]:
 
 
 def is_excused(function: ast.FunctionDef) -> bool:
-    """Whether the test may pass without showing anything, wherever it runs: it is expected to fail, or left out."""
+    """Return True if the test may pass without showing anything, because it is an xfail or is skipped."""
     marks = {
         mark.attr for part in function.decorator_list for mark in ast.walk(part) if isinstance(mark, ast.Attribute)
     }

@@ -1,4 +1,4 @@
-"""What the sources call of torch's is there: also what runs on a GPU alone, where nobody has tried it."""
+"""The names of torch that the sources use exist, also those that only a GPU needs."""
 
 from __future__ import annotations
 

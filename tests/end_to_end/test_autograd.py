@@ -1,4 +1,4 @@
-"""What autograd refuses of the plain module, it refuses of the compiled one, and nothing else."""
+"""Autograd refuses the same uses of the compiled module as of the plain one, and no others."""
 
 from __future__ import annotations
 

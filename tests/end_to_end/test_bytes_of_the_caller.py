@@ -1,4 +1,4 @@
-"""What takes more than a plan counts since its caller wants more of the step: it runs, is said before, and measured."""
+"""Uses that need more than the plan counts run; the user is told before, and their bytes are measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_with_room_for_both_nothing_is_warned_of() -> None:
 
 
 def test_an_update_of_some_of_the_gradients_may_take_more_than_one_of_all() -> None:
-    """What lies between two large parameters keeps their temporaries apart in torch's loop."""
+    """A small parameter between two large ones keeps their temporaries apart in torch's loop."""
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     compiled = memgraph.compile(model, 10**8, optimizer=optimizer, time_limit=0)

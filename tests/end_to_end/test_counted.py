@@ -80,7 +80,7 @@ def test_the_second_meter_counts_to_the_byte_in_all_threads(tmp_path: Path) -> N
 
 
 def main() -> None:
-    """What the meter says of a few blocks, here and in another thread: there now, at most, and left."""
+    """Print the meter's results for a few blocks, in two threads: bytes now, peak, and bytes left."""
     allocator, kept = Allocator(), []
 
     def report(nbytes: int, keep: bool) -> None:

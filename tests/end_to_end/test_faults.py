@@ -1,4 +1,4 @@
-"""What is raised in mid step, in a capture or in planning comes out as it is, and the next step is as if nothing had been."""
+"""Errors in a step, in capture or in planning are raised unchanged, and the next step is not affected."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """A child has none of OpenMP's threads, and torch would wait for them."""
+    """A child lacks OpenMP's threads, and torch would wait for them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def agree(module: nn.Module, ours: Tensor, times: float) -> bool:
-    """Whether backward finds what it does in a plain copy."""
+    """Return True if backward has the gradients of a plain copy."""
     plain = copy.deepcopy(module)
     plain.zero_grad()
     made(plain, times).backward()

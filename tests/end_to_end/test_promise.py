@@ -9,7 +9,7 @@ from tests.support.zoo import BESIDE, CASES, Case
 
 # What a forecast may be above the measured: a page on transformers, 3 % where kernels choose their workspace as they run.
 CONVOLUTIONS = ("resnet", "unet")
-SECONDS = 2.0  # for a plan, of which the promise is kept whether or not a better one is found; some searches take 20
+SECONDS = 2.0  # for a plan; the promise holds for any plan, and some searches would take 20
 
 
 @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.3])

@@ -1,4 +1,4 @@
-"""The promise on modules that nobody thought of: bits as eager's, and measured <= forecast <= budget."""
+"""The promise on random modules: eager's bits, and measured <= forecast <= budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads plan one after the other, and see no fake tensors of one another's; planned steps wait for nobody."""
+"""Threads plan one after the other and don't share fake tensors; planned steps don't wait for each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(rows: int = 8) -> Tensor:
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What the works return, each run by a thread of its own."""
+    """Run each function in its own thread; return the results."""
     begin, found, failed = threading.Barrier(len(works)), dict[int, Any](), list[BaseException]()
 
     def run(place: int, work: Callable[[], Any]) -> None:

@@ -83,7 +83,7 @@ def trainer_of(model: Any, rows: Rows, folder: Path, **options: Any) -> Any:
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
-    """What it has logged, but for times."""
+    """Return the trainer's log without times."""
     return [
         {name: value for name, value in entry.items() if not name.endswith(TIMES)}
         for entry in trainer.state.log_history

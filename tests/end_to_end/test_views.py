@@ -1,4 +1,4 @@
-"""What forward returns of its inputs, parameters and buffers are these, or views of them, where autograd has no part."""
+"""Inputs, parameters and buffers that forward returns are the same tensors, or views of them, if they need no autograd."""
 
 from __future__ import annotations
 

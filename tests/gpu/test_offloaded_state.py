@@ -41,7 +41,7 @@ def test_a_tensor_of_the_gpu_is_stored_on_the_host() -> None:
 
 
 def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether parameters and gradients are there or here, and with numbers that the optimizer keeps here."""
+    """Parameters and gradients may be on the host or on the device, and the optimizer may have numbers on the device."""
     monkeypatch.setattr(offloaded_update, "host_update_rate", lambda *_: 1e6)
     for fused in (None, True):
         model = net()

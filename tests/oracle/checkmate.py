@@ -1,4 +1,4 @@
-"""The least time that recomputing adds to a step under a budget, whatever is made again and however often: Checkmate.
+"""Checkmate: the least time that any recomputation adds to a step under a budget.
 
     checkmate(trace, 6108, seconds=60.0)     -> Optimum(us=5.0, bound_us=5.0, proven=True, reruns=((15, ("b",)),))
 
@@ -6,11 +6,11 @@ Backward is cut into stages, one an op.  Before its op a stage runs forward ops 
 sweeps one behind the other.  (One is Checkmate; an order of re-runs that goes back takes one more each time it does.)
 
     R[q, k]      sweep q runs op k again                                               the only integers
-    S[q, s]      storage s is there when sweep q begins, for somebody later
-    A[q, s][i]   it is there after its maker's turn in sweep q (i = 0), after the i-th reader's turn, for somebody later
+    S[q, s]      storage s is present when sweep q begins, for a later use
+    A[q, s][i]   it is present after its producer's turn in sweep q (i = 0), after the i-th reader's turn, for a later use
     H[q, k]      the generator's state with which k drew is wanted in sweep q or later
 
-A storage goes as soon as nobody wants it: A falls, in place of Checkmate's FREE.  Once all R are whole, the least S, A and H
+A storage is freed after its last use: A falls, in place of Checkmate's FREE.  Once all R are whole, the least S, A and H
 are whole as well, as every row but those of memory says of one of them that it is not below another, or another less an R.
 """
 
@@ -89,7 +89,7 @@ class _Model:
         return self.program
 
     def reruns(self, solution: Solution) -> Reruns:
-        """What each sweep runs again."""
+        """Return the ops that each sweep runs again."""
         ran: dict[int, list[str]] = {}
         for (q, name), column in self.R.items() if solution.values else ():
             if solution.values[column] > 0.5:
@@ -110,7 +110,7 @@ class _Model:
             self.A[q, s] = [self.program.column(lower=wanted) for _ in range(len(self.turns[q, s]) + 1)]
 
     def _presence(self, q: int, s: str) -> None:
-        """What is read is there; what is there was there before, or has just been made."""
+        """Add rows: a storage that is read is present, and a present one was present before, or was just made."""
         there = self.A[q, s]
         self._at_most(there[0], self.S[q, s], self.R.get((q, self.step.producer[s])))
         for turn, earlier, later in zip(self.turns[q, s], there[:-1], there[1:], strict=True):
@@ -145,11 +145,11 @@ class _Model:
         self._fits(self.step.at(i) + used, kept, states)
 
     def _ends(self, q: int) -> bool:
-        """Whether sweep `q` is the last before the op of its stage."""
+        """Return True if sweep `q` is the last before the op of its stage."""
         return self.sweeps[q + 1 : q + 2] != [self.sweeps[q]]
 
     def _there(self, q: int, s: str, i: int) -> int:
-        """Whether storage `s` is there when op `i` has its turn in sweep `q`, without what that makes."""
+        """Return the column of storage `s` being present at the turn of op `i` in sweep `q`, before the op's results."""
         if self.step.index[self.step.producer[s]] >= i:
             return self.S[q, s]
         return self.A[q, s][bisect.bisect_left(self.turns[q, s], i)]

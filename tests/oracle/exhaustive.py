@@ -1,6 +1,6 @@
 """The least time that any choice of fates adds to a step under a budget, found by trying them all.
 
-    cheapest(trace, 6108)                -> 5.0      every subset of the movable storages is kept, the rest is made again
+    cheapest(trace, 6108)                -> 5.0      every subset of the movable storages is kept, the rest is recomputed
     cheapest_of_all(trace, machine)      -> 2.0      every fate of every movable storage
     cheapest(trace, 10)                  -> None     nothing fits
 
@@ -33,13 +33,13 @@ def cheapest_of_all(trace: Trace, machine: Machine) -> float | None:
 
 
 def best_keep_set(trace: Trace, budget: int) -> tuple[float, Plan] | None:
-    """What `cheapest` says, and a plan that does it."""
+    """Return the result of `cheapest`, and its plan."""
     gaps = ReuseGaps(trace)
     return best_of(gaps, keep_or_recompute(gaps), Machine(budget))
 
 
 def best_fates(trace: Trace, machine: Machine) -> tuple[float, Plan] | None:
-    """What `cheapest_of_all` says, and a plan that does it."""
+    """Return the result of `cheapest_of_all`, and its plan."""
     gaps = ReuseGaps(trace)
     return best_of(gaps, all_fates(gaps, machine), machine)
 
@@ -50,7 +50,7 @@ def keep_or_recompute(gaps: ReuseGaps) -> Choices:
 
 
 def all_fates(gaps: ReuseGaps, machine: Machine) -> Choices:
-    """The same with what is made again for each use and, if there is a far tier, with all ways there, cast or not."""
+    """Add recomputation for each use and, if there is a tier, all ways to offload, cast or not."""
     linked = machine.link.out > 0 and machine.link.back > 0
     return {
         storage: (

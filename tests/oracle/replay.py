@@ -2,8 +2,8 @@
 
     ((15, ("a", "b")),)  ->  Recompute("a", before="s"), Recompute("v", before="s"), Recompute("b", before="s")
 
-Checkmate knows storages; a plan knows values.  So views are made again where what they show has been, and of an op with
-several results those are taken out that somebody wants.  This knows nothing of how the program was written.
+Checkmate knows storages; a plan knows values.  So views are recomputed after their storage was, and the getitems
+of an op with several results if they are used. This does not depend on how the program was written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .step import Step
 
 
 def replay(trace: Trace, reruns: Reruns) -> Plan:
-    """The decisions that run the ops of `reruns` again, but for those whose results nobody wants."""
+    """Return the decisions that run the ops of `reruns` again, except those whose results have no use."""
     return _Replay(Step(trace), reruns).plan()
 
 
@@ -42,7 +42,7 @@ class _Replay:
         return tuple(self.decisions)
 
     def _taken(self) -> list[set[str]]:
-        """Which storages each turn makes that somebody wants later."""
+        """Return the storages that each turn makes for a later use."""
         wanted: set[str] = set()
         found: list[set[str]] = []
         for stage, name in reversed(self.turns):

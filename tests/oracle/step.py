@@ -1,4 +1,4 @@
-"""What Checkmate has to know of a trace: what can be run again, who reads it, what is there whatever is decided.
+"""The facts of a trace for Checkmate: ops that can run again, their readers, and bytes that no decision changes.
 
 a = relu(x)                   again: a, b        readers: a by b
 b = mm(a, w)                  wants: 3: {a, b}   until: a 3, b 3
@@ -32,9 +32,9 @@ class Step(ReuseGaps):
 
     @cached_property
     def wants(self) -> dict[int, set[str]]:
-        """For each stage (the index of its op) the movable storages that its op reads.  An op that reads none of them
-        and takes no bytes is no stage: what is made again before it can as well be made before the next.  The first of
-        backward is one: tangents come with it."""
+        """The movable storages that each stage's op reads, by the index of the op. An op that reads no such storage
+        and needs no bytes is no stage, because values can as well be recomputed before the next op. The first op
+        of backward is a stage, because tangents are allocated there."""
         found = {i: self.movable(op.reads) for i, op in enumerate(self.trace.ops) if i >= self.trace.boundary}
         takes = {i for i, op in enumerate(self.trace.ops) if op.makes or op.workspace or i == self.trace.boundary}
         return {i: wanted for i, wanted in found.items() if wanted or i in takes}
@@ -61,7 +61,7 @@ class Step(ReuseGaps):
 
     @cached_property
     def fixed(self) -> tuple[Lifetime, ...]:
-        """The lives that nobody decides about."""
+        """The lifetimes that no decision changes."""
         return tuple(life for life in lifetimes(self.trace) if life.storage not in self.producer)
 
     def at(self, i: int) -> int:

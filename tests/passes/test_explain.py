@@ -125,7 +125,7 @@ def test_where_state_is_at_the_peak_offloading_it_to_disk_is_advised() -> None:
 @given(traces(), st.booleans())
 def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_vars, "SMALLEST_STREAMED", 1)  # so that what these traces have may live far
+        patch.setattr(state_vars, "SMALLEST_STREAMED", 1)  # so that the small state of these traces may be offloaded
         program = PlanProblem(
             ReuseGaps(trace), Machine(0, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=homes))
         )

@@ -201,7 +201,7 @@ def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Mach
 
 
 def outcome(trace: Trace, machine: Machine) -> PlanResult | int:
-    """What is chosen, or the smallest budget."""
+    """Return the plan, or the smallest budget."""
     try:
         return make_plan(trace, machine, PASSES)
     except BudgetError as error:

@@ -1,4 +1,4 @@
-"""What a recomputed module must do that FairScale's checkpoint does, or should have done."""
+"""A recomputed module does what FairScale's checkpoint does, or should have done."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_any_outputs_may_be_used(used: tuple[int, ...]) -> None:
 
 
 def test_outputs_and_their_gradients_are_paired_by_place() -> None:
-    """Of outputs of one shape the first depends on nothing: dz is 6, where FairScale's is 200."""
+    """The first of two outputs of one shape has no gradient: dz is 6, where FairScale's is 200."""
 
     def loop(model: Any) -> list[Fact]:
         z = torch.ones(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What a module under a budget must do that FairScale's OffloadModel does, or should have done."""
+"""A module under a budget does what FairScale's OffloadModel does, or should have done."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tokens_shortcuts_masks_and_a_layer_that_stands_twice_stream() -> None:
 
 
 def test_what_was_fetched_and_not_changed_is_not_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forward has fetched is dropped and not copied back."""
+    """Values that forward reloaded are freed and not copied back."""
     module = chain()
     model = streamed(module, tightest(kind=None, grad=False))
     with torch.no_grad():

@@ -3,8 +3,8 @@
     result, again = Tapes(late).record(run)     records only; `result` is in the tape's own memory
     again()                                     queues all tasks again, on the tape's own streams
 
-As with CUDA, work of another stream is on the tape only if that stream has waited for one that is; nothing waits for
-what is not on it; at the end all streams have been waited for; and nobody looks at a number meanwhile.
+As with CUDA, a stream is on the tape only after it has waited for one that is. Tasks on the tape wait only for tasks on
+it, all streams are joined at its end, and the host reads no value meanwhile.
 """
 
 from __future__ import annotations

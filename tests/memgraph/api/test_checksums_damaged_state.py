@@ -1,4 +1,4 @@
-"""A file of which a bit has flipped is not loaded, or it has loaded the same."""
+"""A file with a flipped bit is refused, or loads the same state."""
 
 from __future__ import annotations
 

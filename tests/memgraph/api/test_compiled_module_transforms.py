@@ -1,4 +1,4 @@
-"""What torch would transform or compile together with a compiled module: refused in words, or left beside it."""
+"""Transforms and compilers of torch on a compiled module: refused with a message, or kept out of it."""
 
 from __future__ import annotations
 

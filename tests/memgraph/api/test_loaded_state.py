@@ -1,4 +1,4 @@
-"""What was loaded is the process's own: whatever becomes of the file, the training goes on as it would have."""
+"""Loaded state belongs to the process: training goes on unchanged, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def states(optimizer: optim.Optimizer) -> list[Tensor]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A child of `fork` has none of its parent's other threads, and would wait for them."""
+    """A child of `fork` lacks its parent's other threads, and would wait for them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What trains a module, over several processes or in steps of its own, stands around the compiled module."""
+"""Wrappers that train a module, such as DDP, must wrap the compiled module, and not be inside it."""
 
 from __future__ import annotations
 

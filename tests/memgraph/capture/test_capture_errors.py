@@ -1,4 +1,4 @@
-"""What a graph can't hold is refused by capture, with the line or the name."""
+"""Capture refuses what a graph can't represent, with the line or the name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forward changes in place, and how gradients lie in memory, are captured as eager has them."""
+"""In-place changes of forward, and the layout of gradients, are captured as in eager."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_parameter_that_forward_changes() -> None:
 
 
 def swap(model: Any, h: Tensor) -> Tensor:
-    """Each buffer is assigned anew, one of them the other's old value, which backward reads as well."""
+    """Each buffer is assigned; one gets the other's old value, which backward reads as well."""
     out = h * model.mean
     model.last, model.mean = model.mean, 0.9 * model.mean + h.detach().abs().mean(0)
     return out + model.last

@@ -69,7 +69,7 @@ def captures() -> Iterator[list[str]]:
 
 
 def trained(module: nn.Module, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
-    """What a step makes: output, gradients, buffers."""
+    """Return output, gradients and buffers of a step."""
     module.zero_grad()
     x = x.detach().requires_grad_(x.is_floating_point())
     torch.manual_seed(7)

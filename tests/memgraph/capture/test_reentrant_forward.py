@@ -1,4 +1,4 @@
-"""What forward overwrites is copied in no step: either a second forward does without, or none is ever needed."""
+"""No step copies values that forward overwrites: a second forward does not need them, or never runs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_layer_runs_the_kernels_that_eager_runs(module: nn.Module, args: Any, 
 
 
 class Twice(nn.Module):
-    """What it does depends on whether it is given one tensor or two."""
+    """A module that computes differently for one tensor and for two."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ SIZE = 256
 
 
 class Momentum(nn.Module):
-    """Layers beside one that is trained, each of which forward shrinks before it uses it."""
+    """A trained layer and others, whose parameters forward scales before it uses them."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()

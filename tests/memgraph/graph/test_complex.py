@@ -1,4 +1,4 @@
-"""Complex numbers, of which torch conjugates views when they are read: whoever reads one may make a copy first."""
+"""Complex numbers, which torch conjugates lazily: an op that reads such a view may copy it first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed again depends on the batch of its own step: indices, masks and order of one batch are no other's."""
+"""Recomputation uses the indices, masks and order of its own step's batch."""
 
 from __future__ import annotations
 

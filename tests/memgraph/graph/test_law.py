@@ -1,11 +1,11 @@
-"""What was decided on the text is what was done to the graph, and what the graph then does is what the text foretold.
+"""Decisions on the text are what is done to the graph, and the graph then behaves as the text forecasts.
 
     summarize(rewrite(graph, apply(summarize(graph), plan))) == apply(summarize(graph), plan)
 
-for any plan, not only for those that a planner finds sensible: hypothesis draws what becomes of each storage.
+for any plan, not only for those that a planner finds sensible: hypothesis draws the placement of each storage.
 
-What is cast for its way comes back rounded, and nothing else does: such a step is what the same step without casts is, if
-the far tier rounds.
+A value that is cast for its copy is rounded, and nothing else is: such a step equals the step without casts on a tier
+that rounds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXACT = ("normed", "attention", "gpt2", "slices", "views", "parts")
 
 @cache
 def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.SearchStrategy[dict[str, Placement]]:
-    """What may become of each storage."""
+    """Return the legal placements of each storage."""
     gaps = ReuseGaps(traced(name, adds))
     return st.fixed_dictionaries(
         {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.producer}

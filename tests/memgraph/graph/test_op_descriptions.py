@@ -1,4 +1,4 @@
-"""What a trace says of an op's results is what its kernel makes: types, shapes, strides; and eager's bits come out."""
+"""The trace has the dtypes, shapes and strides of the kernels' results, and results have eager's bits."""
 
 from __future__ import annotations
 

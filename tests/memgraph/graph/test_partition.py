@@ -1,4 +1,4 @@
-"""Outputs of which no loss is made bring no gradient: None where eager has None, and no NaN."""
+"""Outputs without a loss add no gradient: None where eager has None, and no NaN."""
 
 from __future__ import annotations
 

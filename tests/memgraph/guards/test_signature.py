@@ -1,4 +1,4 @@
-"""What forward reads of a module takes effect when it changes, and what it does not read costs no new plan."""
+"""Changes of attributes that forward reads take effect, and changes of others need no new plan."""
 
 from __future__ import annotations
 

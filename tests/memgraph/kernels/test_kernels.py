@@ -114,7 +114,7 @@ def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.Monk
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured for "cuda" is looked up for tensors, which know the number."""
+    """Measurements for "cuda" are found for tensors, whose device has an index."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(autotune, "environment_key", lambda device: "a GPU")
     monkeypatch.setattr(autotune, "_tuned", {})

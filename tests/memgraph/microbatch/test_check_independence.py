@@ -1,4 +1,4 @@
-"""What a batch is cut into, what is joined again, and what is refused because rows are not on their own."""
+"""Splitting a batch, joining the results, and refusing modules whose rows depend on each other."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
 
 
 class Wide(nn.Module):
-    """Whose activations are more than its parameters."""
+    """A model with more activations than parameters."""
 
     def __init__(self, width: int = 64, layers: int = 4) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ class Recurrent(Asking):
 
 
 class Nested(nn.Module):
-    """A part around others, one of which returns a view of its argument and so can't be opaque alone."""
+    """A part with parts inside; one returns a view of its argument, and so can't be opaque alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What can't be opaque either is refused, with the reason."""
+"""Submodules that can't be opaque parts either are refused, with the reason."""
 
 from __future__ import annotations
 

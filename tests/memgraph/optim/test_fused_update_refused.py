@@ -325,7 +325,7 @@ def test_evaluation_changes_nothing() -> None:
     before = facts(twins.module, twins.ours)
     with torch.no_grad():
         twins.model(batch())
-    twins.model(batch())  # and nobody goes back through it
+    twins.model(batch())  # and backward does not run
     assert same(facts(twins.module, twins.ours), before)
     assert_kept(twins.model, twins.budget)
     steps(twins, 2)

@@ -93,7 +93,7 @@ def made(kind: str) -> Callable[[nn.Module], optim.Optimizer]:
 
 
 def there(report: memgraph.Report) -> set[str]:
-    """What the host updates."""
+    """Return the parameters that the host updates."""
     return {said.value for said in report.plan if isinstance(said, Stream) and said.on}
 
 
@@ -128,7 +128,7 @@ def test_training_equals_the_plain_optimizers_however_late_the_device_is(
 def test_without_any_one_of_its_waits_it_goes_wrong(
     missing: tuple[str, ...], host: Late, rate: Callable[[float], None]
 ) -> None:
-    """Who lends the host its window waits for the copies of the last step, which are most of what is waited for."""
+    """Lending a window to the host waits for the copies of the last step, which are most of the waits."""
     rate(ALL)
     twins = twins_of("momentum", 1.2)
     twins.train(2)
@@ -269,7 +269,7 @@ def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
 
 
 def shapes(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Of which some take several windows, and one is transposed."""
+    """Return parameters; some take several windows, and one is transposed."""
     torch.manual_seed(0)
     whole, wide = torch.randn(70, 90, dtype=dtype), torch.randn(150, 130, dtype=dtype)
     return [nn.Parameter(whole), nn.Parameter(wide.t()), nn.Parameter(torch.randn(17, dtype=dtype))]

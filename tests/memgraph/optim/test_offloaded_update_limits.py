@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 def phases(model: memgraph.CompiledModule) -> set[str]:
-    """Of the ops before which something is fetched."""
+    """Return the phases of the ops that have a reload before them."""
     ops = model.plan.choice.captured.trace.op
     return {ops[decision.use].phase for decision in model.plan.plan if isinstance(decision, Reload)}
 

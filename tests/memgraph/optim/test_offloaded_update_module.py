@@ -80,7 +80,7 @@ def test_a_parameter_is_frozen_and_thawed() -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("which", ["tensor", "accumulated"])
 def test_hooks_of_parameters(when: str, which: str) -> None:
-    """Who is told of a gradient gets it, so that one does not leave; the others do."""
+    """A hook gets the gradient, which is therefore kept on the device; the others are offloaded."""
 
     def hook(seen: list[Tensor], model: nn.Module) -> None:
         def doubled(gradient: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def test_parameters_of_four_times_the_budget_under_a_hard_limit() -> None:
 
 
 def run_child(name: str) -> tuple[int, str]:
-    """How a child ends, and its last line."""
+    """Run a child; return how it ended, and its last line."""
     code = f"from tests.memgraph.optim.test_offloaded_update_process import child; child({name!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = (ended.stdout or ended.stderr).strip().splitlines()
@@ -47,7 +47,7 @@ def child(name: str) -> None:
     base, limit = anonymous(), data_nbytes() + BUDGET + SLACK
     run = Run(name, WIDTH, BUDGET)
     if name == "streamed":
-        for _ in range(3):  # at the third call the step may be planned anew
+        for _ in range(3):  # at the third call the step may be planned again
             run.step()
         run.evaluate()
         return_freed_memory()

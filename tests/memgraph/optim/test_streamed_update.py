@@ -143,7 +143,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
 
 
 def test_windows_keep_scalars_of_their_own_chunks_only(tmp_path: Path) -> None:
-    """However many parameters have been updated by then; none of them makes a state any more."""
+    """Memory does not grow with the number of updated parameters; none makes a state again."""
     ours = [nn.Parameter(tensor) for tensor in offload_tensors([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)
     zeros = [torch.zeros(()).expand(parameter.shape) for parameter in ours]

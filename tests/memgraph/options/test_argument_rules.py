@@ -1,5 +1,5 @@
-"""What is given in a wrong type, or as a value that makes no sense, is refused in the same words everywhere; what numpy
-makes of numbers and truth values is taken."""
+"""Arguments of a wrong type or value are refused with the same message everywhere; numpy's numbers and booleans are
+accepted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NO_SUCH_OF_SHARDS: dict[str, list[Any]] = {
 
 
 def said(name: str, value: Any) -> set[tuple[type[Exception], str]]:
-    """What all that take such an argument say to it."""
+    """Return the messages of all functions that have this argument."""
     found = set()
     for way in WAYS:
         if name in inspect.signature(way).parameters:

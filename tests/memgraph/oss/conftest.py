@@ -1,4 +1,4 @@
-"""What a test computes for itself is computed as on the ranks, which have one thread each: sums have other bits on two."""
+"""Limit tests to one thread like the ranks, because sums on two threads have different bits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WRAPPERS: list[dict[str, Any]] = [
 
 
 class Branches(nn.Module):
-    """Of two layers each call reads one."""
+    """A module that reads one of two layers in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def second_step() -> memgraph.Report:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Of this process alone."""
+    """Open a process group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{Path(folder) / 'meet'}", rank=0, world_size=1)
         try:

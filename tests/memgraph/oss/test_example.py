@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def printed(ranks: int, *arguments: object) -> list[str]:
-    """What the example prints, started with torchrun on so many processes."""
+    """Run the example with torchrun on so many processes; return its output."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     command = [*run, "-m", "benchmarks.train_gpt", *arguments, "--layers", 1, "--width", 16, "--size", 1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

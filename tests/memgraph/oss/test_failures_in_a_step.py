@@ -1,4 +1,4 @@
-"""What fails on one rank in the middle of a step is told on all at once, and by name; a loaded state goes on."""
+"""A failure on one rank in the middle of a step is reported on all at once, by name; a loaded state resumes."""
 
 from __future__ import annotations
 

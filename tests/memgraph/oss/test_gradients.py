@@ -46,7 +46,7 @@ SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 
 
 def use_transport(way: str) -> None:
-    """How this process exchanges buckets from now on."""
+    """Select how this process exchanges buckets from now on."""
     if way != "shared_memory":
         pytest.MonkeyPatch().setattr(optimizer, "shared_memory_comm", lambda exchange: None)
     if way == "collectives":

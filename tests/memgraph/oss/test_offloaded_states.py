@@ -109,7 +109,7 @@ def are_offloaded(optimizer: Any) -> list[bool]:
 
 
 def in_home(tensor: Tensor) -> bool:
-    """Whether a tensor lies anywhere in a file."""
+    """Return True if a tensor's memory is mapped from a file."""
     files = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if " /" in line]
     ranges = [[int(end, 16) for end in each.split("-")] for each in files]
     return any(begin <= tensor.data_ptr() < end for begin, end in ranges)
@@ -155,7 +155,7 @@ def test_trainings_of_other_kinds_and_on_one_rank_are_the_plain_ones() -> None:
 
 
 def _loops(rank: int) -> list[str]:
-    """What people do with an optimizer, its states and its groups."""
+    """Run common loops over an optimizer, its states and its groups."""
 
     def clipped(model: Any, optimizer: Any, batch: Any) -> None:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What has to be asked for on all ranks alike: how gradients are clipped, options of groups, what is frozen."""
+"""Options that must be equal on all ranks: clipping of gradients, options of groups, frozen parameters."""
 
 from __future__ import annotations
 

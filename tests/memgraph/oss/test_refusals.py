@@ -1,4 +1,4 @@
-"""What one rank alone is refused at construction, or was given for the way, the others are told and do not wait for."""
+"""If the constructor refuses arguments on one rank, the other ranks are told and do not wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _optimizer(**given: Any) -> memgraph.OSS:
 
 
 def _refused(call: Any, kind: type[Exception], rank: int) -> str:
-    """What rank 1 is refused with an error of this kind, and rank 0 because of rank 1."""
+    """Return the message of a refused call: of this kind on rank 1, and of rank 0 because of rank 1."""
     return refusal(kind if rank else AgreementError, call)
 
 

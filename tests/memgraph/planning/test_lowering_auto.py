@@ -1,4 +1,4 @@
-"""What Inductor can't compile is left out where no one insists, said once, and priced as it runs."""
+"""With lower="auto", ops that Inductor can't compile run op by op; this is logged once, and prices fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided of a call is found again when it returns, and is not searched for."""
+"""A plan is found in the cache when its call returns, without a search."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_other_prices_options_or_budgets_are_searched_for() -> None:
     assert len(found) == 1
     plan_cache.find_plan(TRACE, tight, ("other",), search)
     plan_cache.find_plan(TRACE, machine(0.72), (), search)
-    dearer = replace(TRACE, ops=tuple(replace(op, us=op.us * 3) for op in TRACE.ops))
+    repriced = replace(TRACE, ops=tuple(replace(op, us=op.us * 3) for op in TRACE.ops))
     plan_cache._near.clear()
-    plan_cache.find_plan(dearer, tight, (), search)
+    plan_cache.find_plan(repriced, tight, (), search)
     assert len(found) == 4
 
 

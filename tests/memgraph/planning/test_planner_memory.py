@@ -71,7 +71,7 @@ class Frozen(nn.Module):
 
 
 def warnings_of_a_plan(budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the logger warns of while a step is planned in a process that knows no prices."""
+    """Return the warnings that are logged while a step is planned without cached prices."""
     monkeypatch.setattr(op_profiler, "_known", {})
     caplog.clear()
     with caplog.at_level(logging.WARNING, "memgraph"):

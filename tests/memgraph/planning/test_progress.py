@@ -1,4 +1,4 @@
-"""Who waits for a plan is told how far it is, on a terminal and in the log; who does not wait is told nothing."""
+"""Progress of planning is shown on a terminal and in the log, and not if planning is short."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
         step(module, x)
     first = module._latest
     assert "aten.gelu.default" not in again(module.plan)
-    monkeypatch.setitem(TRUE, "aten.gelu.default", 10.0)  # from now on, whenever somebody looks
+    monkeypatch.setitem(TRUE, "aten.gelu.default", 10.0)  # from now on, at each measurement
     monkeypatch.setattr(WallTimes, "us", 1e9)
     for _ in range(LENGTH):
         assert module._latest is first and "at the median" not in str(module.plan)

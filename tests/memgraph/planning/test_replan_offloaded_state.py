@@ -1,4 +1,4 @@
-"""What of the state lives far is looked for again only when it may have moved, and comes back when a plan is replaced."""
+"""Offloaded state is looked up again only if it may have moved, and is reloaded when a plan is replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state_slots(twins: Twins) -> OffloadedSlots:
 
 
 def states(twins: Twins) -> list[Tensor]:
-    """Those that the plan has far, wherever they are."""
+    """Return the states that the plan offloads, wherever they are."""
     parameters = state_slots(twins).states.owners
     return [value for parameter in parameters for value in elementwise_states(twins.ours.state[parameter]).values()]
 

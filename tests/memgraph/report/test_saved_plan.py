@@ -206,7 +206,7 @@ def test_a_plan_that_sends_away_is_refused_where_nothing_may_be_sent() -> None:
 
 
 def test_a_plan_that_breaks_its_step_is_refused() -> None:
-    for line in ("recompute nothing: before nobody", "recompute output: before _0_0_weight"):
+    for line in ("recompute nothing: before missing", "recompute output: before _0_0_weight"):
         broken = replace(given(), plan=parse_plan(line))
         with pytest.raises(memgraph.PlanError, match="can't be carried out on its step"):
             memgraph.plan(net(), batch(), budget=pressed().budget, plan=broken)

@@ -1,4 +1,4 @@
-"""A step that adds to gradients of which some are not there: an optimizer of some parameters lets only theirs go."""
+"""A step that adds to gradients while some are None, because an optimizer of some parameters cleared only theirs."""
 
 from __future__ import annotations
 

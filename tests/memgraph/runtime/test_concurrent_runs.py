@@ -114,7 +114,7 @@ def test_two_modules_with_a_common_weight_accumulate() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each backward, whether its run was shared."""
+    """Record for each backward whether its run was concurrent."""
     found: list[bool] = []
     backward = StepRun.backward
 

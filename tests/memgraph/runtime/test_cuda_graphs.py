@@ -172,7 +172,7 @@ def test_a_gradient_that_the_caller_keeps_is_not_overwritten(device: Device) -> 
     for turn in (3, 4):
         assert pair.same(turn)
     assert all(map(torch.equal, values, kept))  # type: ignore[arg-type]
-    assert len(device.tapes) == 2  # once more, when the next step had none of them
+    assert len(device.tapes) == 2  # recorded again, when the next step had no gradients
 
 
 def test_parameters_that_move_are_read_where_they_are_then(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""What is offloaded to disk is reloaded unchanged, whatever its type, size and layout."""
+"""Values that are offloaded to disk are reloaded unchanged, whatever their dtype, size and layout."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 1)
 
 @pytest.fixture(name="asked")
 def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What CUDA was asked for, in order."""
+    """Record the calls to CUDA, in order."""
     asked: list[Any] = []
 
     def note(*what: object) -> int:
@@ -42,7 +42,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_pages_are_pinned_for_their_device_and_given_back_once_it_has_done_all(asked: list[Any]) -> None:
-    """Memory is said to be of the device that is the current one; and kernels may read it that nobody waits for."""
+    """Memory is registered for the current device; kernels that read it may still run, so all are waited for."""
     pins, flat = CudaPinnedAllocator(), torch.zeros(4096, dtype=torch.uint8)
     assert pins.register(flat, GPU) == ""
     pins.unregister(flat)
@@ -59,7 +59,7 @@ def test_a_child_of_fork_gives_nothing_back(asked: list[Any], monkeypatch: pytes
 
 
 def covers(span: str, address: int) -> bool:
-    """Whether it is a span of addresses with this one in it; neighbours that are alike may be one span."""
+    """Return True if a span of addresses contains this one; equal neighbours may be one span."""
     begin, dash, end = span.partition("-")
     return bool(dash) and int(begin, 16) <= address < int(end, 16)
 

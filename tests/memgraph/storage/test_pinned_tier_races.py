@@ -69,7 +69,7 @@ def _planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
-    """Whether all gradients of late steps are eager's, whatever the seed."""
+    """Return True if all gradients of late steps are eager's, for all seeds."""
     pool = PinnedPool(lambda: 1 << 30, Pinned())
     monkeypatch.setattr(assembly, "open_tier", partial(tier, late, pool))
     plain, model = Layers(), Layers()
@@ -112,7 +112,7 @@ def test_what_comes_back_has_left_before(deaf: frozenset[tuple[str, str]]) -> No
             x = torch.ones(10_000) * seed
             back = torch.empty(10_000)
             lease.offload(0, x)
-            lease.reload(0, back)  # nobody has freed x
+            lease.reload(0, back)  # x was not freed
             lease.wait(0)
             found = back * 1
         equal &= torch.equal(found, torch.full((10_000,), float(seed)))

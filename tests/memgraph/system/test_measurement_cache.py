@@ -257,20 +257,20 @@ def test_a_folder_that_can_not_be_made_is_said_once(tmp_path: Path, monkeypatch:
 
 
 @pytest.fixture
-def nobody() -> Iterator[int]:
+def unprivileged_user() -> Iterator[int]:
     """Return a user other than root, so that a folder's mode has an effect."""
     yield 65534 if os.geteuid() == 0 else os.geteuid()
     if os.getuid() == 0:
         os.seteuid(0)
 
 
-def test_a_cache_that_can_not_be_written_is_still_read(nobody: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_can_not_be_written_is_still_read(unprivileged_user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("MEMGRAPH_CACHE", name)
         write_cached("a", 1)
         Path(name, "costs.sqlite").chmod(0o444)
         Path(name).chmod(0o555)
-        os.seteuid(nobody)
+        os.seteuid(unprivileged_user)
         with pytest.warns(RuntimeWarning, match="can't be used") as said:
             write_cached("b", 1)
         assert len(said) == 1

@@ -1,4 +1,4 @@
-"""Of which outputs a backward is planned, and what happens when losses are made of others."""
+"""Select the outputs whose backward is planned, and handle losses of other outputs."""
 
 from __future__ import annotations
 

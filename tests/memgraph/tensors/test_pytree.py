@@ -1,4 +1,4 @@
-"""What `flatten` takes apart, `unflatten` puts together."""
+"""`unflatten` inverts `flatten`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that live far are updated on the host where that makes the update shorter, and what is forecast of it adds up."""
+"""Offloaded states are updated on the host where that makes the update shorter, and its forecast adds up."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def plan_of(far: set[str], machine: Machine = MACHINE) -> Plan:
 
 
 def update_us(plan: Plan, machine: Machine = MACHINE) -> float:
-    """What the update takes in all."""
+    """Return the total time of the update."""
     forecast = predict(apply(TRACE, plan), machine)
     return forecast.us - forecast.begins[-1]
 

@@ -1,4 +1,4 @@
-"""What can be decided about is what forward makes, and the time from forward's last use to backward's first."""
+"""Decisions are about forward's values between their last use in forward and their first in backward."""
 
 from __future__ import annotations
 

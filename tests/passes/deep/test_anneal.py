@@ -1,4 +1,4 @@
-"""What is annealed fits, computes the same, and finds what exact search finds on small steps."""
+"""An annealed plan fits and computes the same; on small steps it is as good as that of exact search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies at each moment is what the simulator says of the same re-runs, whichever came and went before."""
+"""The bytes at each moment are the simulator's for the same recomputation, whatever was added and removed before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def moments(trace: Trace, budget: int = 0) -> RerunState:
 
 
 def keys(data: st.DataObject, found: RerunState) -> list[int]:
-    """Of some re-runs."""
+    """Draw the keys of some recomputation."""
     program = found.problem
     again = [o for o in found.phase_problem.producers if not program.producers[o].runs_once]
     assume(again and program.boundary < program.size)

@@ -1,4 +1,4 @@
-"""A decision defines a value anew, and the step computes what it computed."""
+"""A decision defines a value again, and the step computes the same."""
 
 from __future__ import annotations
 
@@ -382,5 +382,5 @@ def test_no_decisions_never_change_anything(trace: Trace) -> None:
 
 
 def same(op: Op) -> dict[str, Any]:
-    """What a copy need not share with the op that it repeats."""
+    """Return what a recomputed op may have different from the first one."""
     return {name: getattr(op, name) for name in ("name", "reads", "makes", "holds", "phase", "recomputes")}

@@ -24,7 +24,7 @@ STEP = """
 
 
 def broken(old: str, new: str) -> str:
-    """What `check` says of the step with a line changed."""
+    """Return the error of `check` for the step with a line changed."""
     assert old in STEP
     with pytest.raises(BrokenTrace) as raised:
         check(parse(STEP.replace(old, new)))
@@ -32,7 +32,7 @@ def broken(old: str, new: str) -> str:
 
 
 def refused(*plan: Recompute | Offload | Reload) -> str:
-    """What `check` says of what a plan makes of the step."""
+    """Return the error of `check` for the step with a plan applied."""
     applied = apply(parse(STEP), plan)
     with pytest.raises(BrokenTrace) as raised:
         check(applied)

@@ -14,7 +14,7 @@ from passes.lp import problem
 from passes.search.greedy import greedy_plan
 from passes.search.optimize import optimize
 
-# All of a, b and c have to go for p, and none of them is cheap to make again.
+# Before p, a, b and c must be off the device, and each is expensive to recompute.
 STEP = parse("""
     forward:
     x = input()  # u8[10] | makes x:10
@@ -45,7 +45,7 @@ def machine(rate: float, wire: str = "bf16", cast: float = 4000.0) -> Machine:
 
 
 def sent(trace: Trace, machine: Machine) -> dict[str, str]:
-    """What the plan sends away, and as what."""
+    """Return the values that the plan offloads, each with the dtype it is cast to."""
     return {d.value: d.wire for d in make_plan(trace, machine).plan if isinstance(d, Offload)}
 
 
@@ -54,7 +54,7 @@ def test_a_link_that_hides_everything_casts_nothing() -> None:
 
 
 def test_a_slow_link_casts_what_may_be_cast() -> None:
-    """c may not be, and is made again."""
+    """c may not be cast, and is recomputed."""
     assert sent(STEP, machine(80.0)) == {"a": "bf16", "b": "bf16"}
 
 

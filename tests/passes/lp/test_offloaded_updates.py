@@ -23,7 +23,7 @@ AHEAD = replace(MACHINE, streaming=replace(MACHINE.streaming, update_staging=200
 
 
 def step(us: float = 50.0, rest: float = 5.0) -> Trace:
-    """Two layers of which parameters and states are far; 400 bytes for each update, half of which fit two windows."""
+    """Two layers with offloaded parameters and states; each update has 400 bytes, and two windows hold half."""
     return parse(
         f"""\
 forward:

@@ -1,4 +1,4 @@
-"""The two oracles know the optimum of small steps, agree where they should, and nobody beats them."""
+"""Two oracles give the optimum of small steps, agree where they should, and no plan is better."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def peak(trace: Trace, plan: Plan = ()) -> int:
 
 
 def solved(trace: Trace, budget: int, sweeps: int = 1) -> Optimum:
-    """What Checkmate finds; its re-runs, carried out, are as small and as fast as it says."""
+    """Return Checkmate's optimum, after a check that its recomputation has that peak and time."""
     found = checkmate(trace, budget, SECONDS, sweeps)
     assert (found.proven and abs(found.us - found.bound_us) < 1e-6) or found.us == found.bound_us == math.inf
     if found.us < math.inf:
@@ -88,7 +88,7 @@ def solved(trace: Trace, budget: int, sweeps: int = 1) -> Optimum:
 
 
 def table(trace: Trace, budgets: list[int], sweeps: int = 1) -> str:
-    """What each oracle says of each budget."""
+    """Return the result of each oracle for each budget."""
     lines = []
     for budget in budgets:
         keeps, fates = cheapest(trace, budget), cheapest_of_all(trace, replace(NO_LINK, budget=budget))
@@ -97,7 +97,7 @@ def table(trace: Trace, budgets: list[int], sweeps: int = 1) -> str:
 
 
 def test_the_optimum_of_a_chain() -> None:
-    """Where Checkmate is better, it keeps what it has made again over one use and not over the next: no fate does."""
+    """Checkmate is better where it keeps a recomputed value over one use and not the next: no placement does."""
     assert_expected_inline(
         table(STEP, [7108, 7107, 6108, 6107, 5108, 5107, 4608, 4607, 4108, 4107]),
         """\
@@ -213,7 +213,7 @@ def test_tangents_come_with_the_first_op_of_backward_even_if_that_takes_nothing(
 
 
 def test_what_a_view_in_backward_holds_stays() -> None:
-    """a is not made again for g: v is read there, and shows the a of forward."""
+    """a is not recomputed for g, which reads v, a view of forward's a."""
     step = parse("""
         forward:
         x = input()  # u8[10] | makes x:10

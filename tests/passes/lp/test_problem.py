@@ -1,4 +1,4 @@
-"""A trace as numbers: when what re-runs read is wanted, and when nobody wants it any more."""
+"""A trace as numbers: when the operands of recomputation are first and last needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP = parse("""
 
 
 def test_a_storage_is_needed_when_backward_reads_it_or_recomputes_with_it() -> None:
-    """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
+    """Only c and a are never read by backward; m has no user, and n may not run again."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
     items, makers = program.first_needs, program.first_reruns
@@ -39,7 +39,7 @@ def test_a_storage_is_needed_when_backward_reads_it_or_recomputes_with_it() -> N
 
 
 def test_a_producer_has_run_again_when_all_that_may_need_it_have() -> None:
-    """a is wanted at g already, where c is made again, but b may want it at h."""
+    """a is needed at g, where c is recomputed, but b may need it at h."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
     settled = dict(zip((maker.value for maker in program.producers), program.last_reruns, strict=True))

@@ -172,7 +172,7 @@ def test_the_same_of_steps_of_any_kind(trace: Trace, machine: Machine, data: st.
 
 
 def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
-    """What is proven of the budget that a plan just fits is true of it."""
+    """The bound for a plan's peak as the budget holds for that plan."""
     assume(plan)
     captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
     note("\n".join(map(str, plan)))
@@ -197,7 +197,7 @@ def test_none_beats_it_where_all_updates_run_in_backward(trace: Trace, machine: 
 
 
 def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
-    """What is proven of a budget between the least and the most is true of every plan that fits it."""
+    """The bound for a budget between the extremes holds for every plan that fits it."""
     gaps = ReuseGaps(trace)
     choices = fates_of(gaps, machine)
     many = 1

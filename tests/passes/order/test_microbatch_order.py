@@ -122,7 +122,7 @@ def test_the_order_of_a_saved_plan_is_restored() -> None:
 
 
 def parted(trace: Trace, parts: int) -> Trace:
-    """The step of several parts, each of which is `trace`."""
+    """Return a step of several parts, each equal to `trace`."""
     inputs = [op for op in trace.ops if op.is_input]
     fixed = {op.name for op in inputs} | {made.name for op in inputs for made in op.makes}
 

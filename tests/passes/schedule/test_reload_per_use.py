@@ -1,4 +1,4 @@
-"""What lives far comes in the order of the ops, ahead of them, and gradients leave as they are made."""
+"""Offloaded state is reloaded in the order of the ops, before them; gradients are offloaded once made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fetched ahead stays where the link is slow; what is fetched when it is used leaves, however slow."""
+"""On a slow link, prefetched values are kept; values that are reloaded at each use are offloaded at any speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ops read state that may live far, what proves a bound and what finds a plan each have their own work."""
+"""With state that may be offloaded, the bound and the search for a plan have separate work limits."""
 
 from __future__ import annotations
 

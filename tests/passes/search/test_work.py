@@ -1,5 +1,5 @@
-"""What searches may take, and which are left out: a wider one with the work that a narrower one ran out of, and a pass
-whose plans are proven slower."""
+"""Limits of searches: a wider search is skipped after a narrower one ran out of work, and a pass is skipped if its plans
+are proven slower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINKED = Machine(FLOOR, "cuda", "host", link=Link(1e3, 1e3))
 
 
 def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
-    """Those of the searches of a pass in which no search finds anything, as shares of the step."""
+    """Return the thresholds of a pass whose searches find nothing, as shares of the step."""
     trace, searched = layers(4), list[float]()
     machine = between(trace, Machine(0), 0.3)
     step_us = PlanProblem(ReuseGaps(trace), machine).captured.us

@@ -273,7 +273,7 @@ def test_nothing_passes_a_wait_before_its_copy_has_ended(both: tuple[Trace, Plan
 
 
 def far_us(trace: Trace, op: Op, machine: Machine) -> float:
-    """How long the links take for what an update reads in the far tier, and writes there."""
+    """Return the time of an update's copies from and to the tier."""
     reads = [trace.op[read] for read in op.reads]
     inputs = sum(type_nbytes(read.type) for read in reads if read.offloaded)
     left = sum(type_nbytes(trace.op[read.reads[0]].type) for read in reads if read.fn == "memgraph.offload.default")

@@ -1,4 +1,4 @@
-"""A plan at higher prices: what it takes is forecast anew, and what was proven stays true."""
+"""A plan at higher prices has a new forecast, and its bounds stay true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice derives of its forecasts."""
+"""Properties that PlanResult derives from its forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forward does to torch's generators or to `.data` would be done once: it is refused, at the line that does it."""
+"""Changes of torch's generators or of `.data` in forward would run only once, so they are refused with their line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def asked(module: Noisy, y: Tensor) -> Tensor:
     return y * (torch.initial_seed() % 7)
 
 
-def anew(module: Noisy, y: Tensor) -> Tensor:
+def reseeded(module: Noisy, y: Tensor) -> Tensor:
     torch.seed()
     return y * torch.rand(4, 4)
 
@@ -80,7 +80,7 @@ def its_own(module: Noisy, y: Tensor) -> Tensor:
     return y * torch.rand(4, 4)
 
 
-@pytest.mark.parametrize("then", [seeded, forked, put_back, made, asked, anew, on_gpu])
+@pytest.mark.parametrize("then", [seeded, forked, put_back, made, asked, reseeded, on_gpu])
 def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
     module, before = Noisy(then), torch.get_rng_state()
     line = rf"forward asks or seeds .* at {re.escape(__file__)}:\d+ in {then.__name__}, .*seed outside of the module"
@@ -95,7 +95,7 @@ def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
         (seeded, "torch.manual_seed"),
         (forked, "torch.random.fork_rng"),
         (put_back, "torch.get_rng_state"),
-        (anew, "torch.seed"),
+        (reseeded, "torch.seed"),
         (on_gpu, "torch.cuda.manual_seed_all"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What forward leaves in its module's attributes is refused where the next call would be another one for it."""
+"""Attributes that forward sets are refused where they would change the next call."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_the_plain_optimizer_goes_on_from_it(tmp_path: Path) -> None:
 
 
 def refusal(kind: type[Exception], call: Any, *given: Any) -> str:
-    """What is said when a call is refused."""
+    """Return the message of a refused call."""
     with pytest.raises(kind) as caught:
         call(*given)
     return str(caught.value)

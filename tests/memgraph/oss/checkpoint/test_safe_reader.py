@@ -1,5 +1,5 @@
-"""A sharded checkpoint of which a bit has flipped is not loaded, nothing in one is ever run, and none that a save has
-put aside is taken for a newer one."""
+"""A sharded checkpoint with a flipped bit is refused, code in one never runs, and one that a save has put aside is not
+taken for a newer one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be loaded: what the plain optimizer goes on with; all else is refused on all ranks before anything changes."""
+"""A state loads if the plain optimizer can resume from it; others are refused on all ranks before anything changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 def _others(state: State) -> None:
-    """Counts as numbers and as wider tensors, the rest in narrower ones, and parameters of which there is no state."""
+    """Counts as numbers and as wider tensors, the rest in narrower ones, and parameters without state."""
     del state["state"][1]
     state["state"][3] = {}
     for place, entries in state["state"].items():

@@ -25,7 +25,7 @@ SECONDS, SILENCE = (
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
-    """What a survivor sees of a rank that goes in the middle of a step."""
+    """Return the error on a rank when another one ends in the middle of a step."""
     watchdog.SILENCE = SILENCE
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)

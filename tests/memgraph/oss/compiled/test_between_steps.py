@@ -1,6 +1,6 @@
-"""What people do between the steps of a training leaves its budget and its optimizer as they were.
+"""Common operations between training steps leave the budget and the optimizer unchanged.
 
-All of it is tried in one start of two ranks: what is returned is what went wrong.
+All of them run in one start of two ranks, which return the names of those that failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Signs(optim.Optimizer):
 
 
 class Means(Signs):
-    """Has as many means as it was asked for, which none of its groups says."""
+    """An optimizer with `count` means, a number that is not in its groups."""
 
     pointwise = True
 
@@ -51,7 +51,7 @@ class Means(Signs):
 
 
 def _counts_its_states() -> bool:
-    """What is known of one optimizer's pieces is not taken for another's of the class, which keeps more."""
+    """Sizes known for one optimizer are not reused for another of its class with more state."""
     sizes = []
     for count in (1, 2):
         ours = memgraph.OSS([nn.Parameter(torch.ones(5, 7))], Means, count=count)
@@ -60,7 +60,7 @@ def _counts_its_states() -> bool:
 
 
 def _loads_twice() -> bool:
-    """Loading writes an option of torch's own into the defaults of whatever class it is, of which groups know nothing."""
+    """Loading adds an option of torch to the defaults of any optimizer, which groups do not have."""
     parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
     plain, ours = Signs(parameters), memgraph.OSS([nn.Parameter(p.detach().clone()) for p in parameters], Signs)
     for lr in (0.3, 0.4):

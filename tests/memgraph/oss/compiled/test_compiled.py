@@ -124,7 +124,7 @@ def _averages(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> bool:
 
 
 def _loops(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> list[str]:
-    """What people write around backward and step."""
+    """Run common loops around backward and step."""
 
     def zeroed(model: Any, optimizer: Any, batch: Any, module: nn.Module) -> None:
         model(batch()).backward()
@@ -208,7 +208,7 @@ class Two(nn.Module):
 
 
 def _one_loss(rank: int) -> bool:
-    """Of what only the other loss reads there is no gradient, and so no decay of its weights."""
+    """Parameters that only the other loss reads have no gradient, and so no weight decay."""
     plain, ours = Two(), Two()
     theirs = optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
     optimizer = memgraph.OSS(ours.parameters(), lr=0.1, weight_decay=0.5)

@@ -78,7 +78,7 @@ def test_a_training_is_the_plain_one_and_keeps_to_its_budget_with_one_plan() -> 
 
 
 def _between(rank: int, folder: Path) -> None:
-    """What may be done before parameters are gathered, and what not."""
+    """Check which operations are allowed before parameters are gathered."""
     plain, theirs = plainly()
     ours, model, optimizer = compiled()
     batch = batches(rank, True)
@@ -126,7 +126,7 @@ def _between(rank: int, folder: Path) -> None:
 
 
 def _loops(rank: int) -> list[str]:
-    """What people write, twice each, since the second begins with what the first has left to be gathered."""
+    """Run common loops twice, because the second begins with parameters that the first left to be gathered."""
 
     def kinds_of_calls(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
         for count in (16, 5, 16):

@@ -34,7 +34,7 @@ NAMES = ("attention", "parts", "pictures")
 
 
 def grad_buckets(its: Subject) -> list[GradBucket]:
-    """Of each parameter but the first half in a bucket alone; all other halves in two more."""
+    """Return a bucket for half of each parameter except the first, and two more for all the rest."""
     named = list(its.model.named_parameters())
     found, rests = list[GradBucket](), [list[Stretch](), list[Stretch]()]
     for i, (name, parameter) in enumerate(named):

@@ -36,12 +36,12 @@ WAYS = (False, True)  # whether ranks send messages, or read each other's memory
 
 
 def lacking(model: nn.Module) -> int:
-    """How many parameters are not whole here."""
+    """Count the parameters that are not whole on this rank."""
     return sum(bool(parameter.isnan().any()) for parameter in model.parameters())
 
 
 def are_same(ranks: tuple[Any, Any], plain: tuple[Any, Any]) -> bool:
-    """Whether the numbers and the states are, once all is gathered."""
+    """Return True if parameters and states are equal once all is gathered."""
     (model, ours), (module, theirs) = ranks, plain
     ours.gather()
     return alike(model, module) and same(ours.state_dict(all_ranks=True), theirs.state_dict())
