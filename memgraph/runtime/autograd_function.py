@@ -30,7 +30,7 @@ from .step_run import StepRun
 
 @dataclass(frozen=True)
 class OtherOutputs:
-    """What is done when gradients arrive for other outputs than planned.
+    """The two reactions to gradients for other outputs than planned.
 
     Attributes:
         more: returns the gradients of all inputs.
