@@ -5,6 +5,7 @@ model(x)    ->  the step for calls like this, planned now or kept; its forward r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
 from ..planning.planner import Planner
 from ..report.report import Report
-from ..runtime.autograd_function import UnplannedGradient
+from ..runtime.autograd_function import OtherOutputs
 from ..runtime.eager_fallback import eager_gradients
 from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
@@ -31,9 +32,12 @@ from ..tensors.loss_outputs import select_all, select_scalars
 from ..tensors.pytree import flatten
 from .kept_steps import KeptSteps, Key
 
-ONCE = "this one step runs the plain module, outside of the budget, and later steps are planned for"
-MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
-LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
+LOG = logging.getLogger(__name__)
+MORE = (
+    "a loss was made of outputs for which no backward was planned; this one step runs the plain module, outside of the "
+    "budget, and later steps are planned for all outputs"
+)
+FEWER = "no loss was made of outputs for which backward was planned; later steps are planned for the scalar ones alone"
 
 
 class CompiledModule(ModuleProxy):
@@ -132,7 +136,7 @@ class CompiledModule(ModuleProxy):
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
+        outputs = step(tensors, lambda: self._other_outputs(captured, args, kwargs), floats)
         self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
@@ -153,23 +157,23 @@ class CompiledModule(ModuleProxy):
         if self._planner.state.sharded is not None:
             self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
-    def _unplanned(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
+    def _other_outputs(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OtherOutputs:
         """Return what to do when gradients arrive for other outputs than planned."""
-        if len(captured.differentiable) == len(captured.tangents) and not captured.speculative_outputs:
-            return lambda tangents: []
-        if self._planner.state.fused_update is not None:
-            return _refuse_unplanned
+
+        def fewer() -> None:
+            LOG.info(FEWER)
+            self.__dict__["_outputs"] = select_scalars
+
+        if self._planner.state.fused_update is not None or len(captured.differentiable) == len(captured.tangents):
+            return OtherOutputs(_refuse_unplanned, fewer)
         differentiate = eager_gradients(self._module, captured, args, kwargs)
 
-        def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            if any(tangent is not None and i not in captured.tangents for i, tangent in enumerate(tangents)):
-                what, self.__dict__["_outputs"] = MORE, select_all
-            else:
-                what, self.__dict__["_outputs"] = LESS, select_scalars
-            warn_user(f"{what} outputs")
+        def more(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            self.__dict__["_outputs"] = select_all
+            warn_user(MORE)
             return differentiate(tangents)
 
-        return run
+        return OtherOutputs(more, fewer)
 
 
 def _refuse_unplanned(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

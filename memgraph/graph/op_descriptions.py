@@ -128,6 +128,15 @@ def _like_second(result: Any, gradient: Tensor, x: Tensor, *args: Any, **kwargs:
     return _formatted(result, x)
 
 
+def _like_prediction(position: int) -> Describe:
+    """Give a result the strides of the argument at this position."""
+
+    def describe(result: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty_like(args[position]) if result.shape == args[position].shape else result
+
+    return describe
+
+
 def _formatted(result: Any, like: Tensor) -> Any:
     first = result if isinstance(result, Tensor) else result[0]
     if first.dim() == like.dim():
@@ -219,11 +228,26 @@ DESCRIPTIONS = (
         devices=CPU,
     ),
     Description(
-        ("_log_softmax_backward_data.default", "log_sigmoid_forward.default", "huber_loss_backward.default",
-         "nll_loss2d_forward.default", "pow.Scalar"),
+        ("_log_softmax_backward_data.default", "log_sigmoid_forward.default", "nll_loss2d_forward.default",
+         "pow.Scalar"),
         "kernels make contiguous results for any strides; torch keeps the strides",
         _contiguous,
         devices=CPU,
+    ),
+    Description(
+        ("mse_loss_backward.default", "smooth_l1_loss_backward.default", "huber_loss_backward.default"),
+        "gradients of losses are contiguous for any strides of the prediction, on each device; torch keeps the strides",
+        _contiguous,
+    ),
+    Description(
+        ("binary_cross_entropy.default",),
+        "a loss without reduction has the strides of the prediction; torch takes those of the target",
+        _like_prediction(0),
+    ),
+    Description(
+        ("binary_cross_entropy_backward.default",),
+        "the gradient has the strides of the prediction; torch takes those of the target",
+        _like_prediction(1),
     ),
     Description(
         ("native_batch_norm.default", "_native_batch_norm_legit.default", "_native_batch_norm_legit.no_stats",

@@ -27,8 +27,18 @@ from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
 from .step_parts import StepParts
 from .step_run import StepRun
 
-# Returns the gradients of all inputs when gradients arrive for other outputs than planned.
-UnplannedGradient = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+@dataclass(frozen=True)
+class OtherOutputs:
+    """The two reactions to gradients for other outputs than planned.
+
+    Attributes:
+        more: returns the gradients of all inputs.
+        fewer: is called before a backward that takes the place of the planned one, and does less.
+    """
+
+    more: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+    fewer: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +48,13 @@ class Differentiation:
     Attributes:
         report: of the plan that this run carries out.
         finish: closes the run.
-        unplanned: returns the gradients when they arrive for other outputs than planned.
     """
 
     parts: StepParts
     report: Report
     run: StepRun
     finish: Callable[[StepRun], None]
-    unplanned: UnplannedGradient
+    other_outputs: OtherOutputs
 
 
 class StepFunction(torch.autograd.Function):
@@ -80,12 +89,13 @@ class StepFunction(torch.autograd.Function):
                 "its backward is a graph of its own; use the plain module for this"
             )
         results: list[Tensor | None] = [None] * len(ctx.tensors)
-        more = any(tangent is not None and i not in roles.tangents for i, tangent in enumerate(tangents))
-        if more or any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
+        if any(tangent is not None and i not in roles.tangents for i, tangent in enumerate(tangents)):
             if roles.updates or not _get_current_graph_task_keep_graph():
                 this.finish(this.run)  # no backward will read what it saved
-            results[:] = this.unplanned(tangents)
+            results[:] = this.other_outputs.more(tangents)
         else:
+            if any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
+                this.other_outputs.fewer()
             backward = BackwardPass(ctx, tangents)
             try:
                 with this.run.measured(backward.tangents):

@@ -27,7 +27,7 @@ from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
 from ..report.report_data import Assumption, OpaqueRow
 from ..system.user_warning import warn_user
-from .autograd_function import Differentiation, StepFunction, UnplannedGradient
+from .autograd_function import Differentiation, OtherOutputs, StepFunction
 from .concurrent_runs import held_nbytes
 from .cuda_graphs import CudaGraphPair, Recorder
 from .out_of_memory import explain_out_of_memory
@@ -77,7 +77,7 @@ class Step:
         self._forwards_measured = 0  # the most forwards that were open when one of them was measured
 
     def __call__(
-        self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float] = ()
+        self, tensors: Sequence[Tensor], other_outputs: Callable[[], OtherOutputs], floats: Sequence[float] = ()
     ) -> list[Tensor]:
         """Return the module's tensor outputs, given its parameters, buffers and inputs, and the floats that ops read.
 
@@ -85,16 +85,16 @@ class Step:
             GuardFailed: a value differs from that of the capture. Nothing has changed.
         """
         if not self.parts.captured.guards:
-            return self._run(tensors, unplanned, floats)
+            return self._run(tensors, other_outputs, floats)
         try:
             with restoring_generators(self.parts.generators, self.parts.draws_on_host), undoing_parts():
-                return self._run(tensors, unplanned, floats)
+                return self._run(tensors, other_outputs, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1
             raise GuardFailed(failure.guard, failure.actual, self.parts.captured.guards) from None
 
     def _run(
-        self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float]
+        self, tensors: Sequence[Tensor], other_outputs: Callable[[], OtherOutputs], floats: Sequence[float]
     ) -> list[Tensor]:
         """Run forward.
 
@@ -114,7 +114,7 @@ class Step:
                 if run.gather is not None:
                     run.gather.open()
                 if differentiable:
-                    context = Differentiation(self.parts, self.report, run, self.finish, unplanned())
+                    context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
                     return list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
                 return run.forward(tensors, self.parts.roles.outputs)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memgraph
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
-from tests.support.compare import ROOM, Fact, assert_alike, batch, both, tight
+from tests.support.compare import ROOM, Fact, assert_alike, batch, both, same_gradients, tight
 from tests.support.models import Function, Heads, Net
 
 
@@ -237,3 +238,31 @@ def test_what_is_noted_for_a_loss_of_other_outputs_is_within_the_forecast() -> N
     _, allocated = measure_peak(lambda: compiled(x)[0].backward())
     assert allocated is not None
     assert there + allocated.peak <= compiled.plan.peak
+
+
+class Scored(nn.Module):
+    """Returns its loss, and a score of a head of its own, of which nobody makes a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.score = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return y.square().mean(), self.score(y.sin())
+
+
+def test_a_score_of_which_no_loss_is_made_keeps_the_first_step_within_its_budget() -> None:
+    model, x = Scored(), torch.randn(64, 16)
+    eager = copy.deepcopy(model)
+    compiled = memgraph.compile(model, memgraph.plan(model, x, budget=None).peak)
+    for _ in range(2):
+        for each in (eager, compiled):
+            each.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                each(x)[0].backward()
+        assert same_gradients(model.body, eager.body)
+        assert model.score.weight.grad is None
+        assert compiled.plan.measured is not None and compiled.plan.measured <= compiled.plan.peak
+    assert len(compiled.plans) == 2  # the later ones are planned for the loss alone
