@@ -241,7 +241,7 @@ def test_what_is_noted_for_a_loss_of_other_outputs_is_within_the_forecast() -> N
 
 
 class Scored(nn.Module):
-    """Returns its loss, and a score of a head of its own, of which nobody makes a loss."""
+    """A model that returns its loss, and a score of a separate head that no loss reads."""
 
     def __init__(self) -> None:
         super().__init__()
