@@ -38,7 +38,7 @@ class OtherOutputs:
     """
 
     more: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-    fewer: Callable[[], None]
+    fewer: Callable[[], object]
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,7 @@ from memgraph.optim.placement import StatePlacement
 from memgraph.optim.tier_slots import OffloadedSlots, tier_slots, unread_parameters
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.report.report import Report
+from memgraph.runtime.autograd_function import OtherOutputs
 from memgraph.runtime.step import Step
 from memgraph.runtime.step_parts import StepParts
 from memgraph.storage.io_threads import STAGING
@@ -135,7 +136,7 @@ def casts(plan: Plan) -> bool:
 def run(its: Subject, step: Step, times: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     for _ in range(times):
-        outputs = step(its.tensors, lambda: refuse)
+        outputs = step(its.tensors, lambda: OtherOutputs(refuse, int))
         outputs[0].backward()
     return its.facts(outputs)
 
@@ -245,7 +246,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         assert step.parts.state_slots is not None
         step.parts.state_slots.place(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
-        _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
+        _, allocated = measure_peak(lambda: step(its.tensors, lambda: OtherOutputs(refuse, int))[0].backward())
         assert allocated is not None
         forecast = step.report.forecast
         taken = there + allocated.peak + int(forecast.by_kind["staging"].max(initial=0))
