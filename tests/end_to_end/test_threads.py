@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.capture.capture import capture
+from memgraph.capture.sizes import size_capture
 from memgraph.planning import step_graph
 from memgraph.system.locks import PLANNING_LOCK, capturing
 
@@ -85,7 +86,8 @@ def test_a_planned_call_waits_while_another_thread_captures_the_module(monkeypat
         module[0][0].weight = kept  # type: ignore[index]
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(step_graph, "capture", slow)
+    for owner in (step_graph, size_capture):
+        monkeypatch.setattr(owner, "capture", slow)
 
     def second() -> tuple[Any, Any]:
         inside.wait()
