@@ -81,14 +81,19 @@ class CollectiveWatchdog:
             raise
         except BaseException as error:
             if self.store is not None:
-                self._leave(f"{type(error).__name__}: {error}")
+                self.leave(f"{type(error).__name__}: {error}")
             raise
 
-    def _leave(self, why: str) -> None:
-        """Write the reason, and let a message time out: gloo then closes the connections on which others wait."""
+    def leave(self, why: str) -> None:
+        """Write why this rank can't go on, and close its connections."""
+        with suppress(RuntimeError):
+            self.store.set(store_key("left", self.group.rank()), why)
+            self.close_connections()
+
+    def close_connections(self) -> None:
+        """Let a message time out: gloo then closes the connections on which others wait."""
         rank = self.group.rank()
         with suppress(RuntimeError):
-            self.store.set(store_key("left", rank), why)
             if self.is_gloo:
                 work = dist.irecv(torch.empty(1), group=self.group, group_src=int(rank == 0), tag=UNSENT)
                 assert work is not None

@@ -1,0 +1,16 @@
+"""Run a model as pipeline stages, one on each rank.
+
+pipeline.py: the call `memgraph.pipeline`, and its steps
+arguments.py: the arguments of a pipeline, checked
+chunks.py: a mini-batch in micro-batches
+action_order.py: the order in which a stage runs forward and backward of its micro-batches
+whole_step.py: the captured step of one micro-batch, priced
+stage_cut.py: a step in stages, and what these send to each other
+cutter.py: the best cut, and the plan of each stage
+stage_budget.py: what a rank holds besides its stage's step
+planned_stage.py: a stage with its plan, ready to run
+stage_runs.py: forward and backward of the micro-batches of a mini-batch
+messages.py: values between stages
+shared_parameters.py: gradients of parameters that several stages read
+stage_group.py: the ranks of a pipeline, and the errors of one of them
+"""

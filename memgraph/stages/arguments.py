@@ -1,0 +1,77 @@
+"""The arguments of a pipeline, checked on each rank and compared between ranks.
+
+chunks=0 on rank 1    ->    ValueError on rank 1, AgreementError on the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..oss.comm.agreement import parameter_lines, report_errors
+from ..system.byte_sizes import budget_nbytes
+from ..system.device import device_of
+from .action_order import SCHEDULES
+from .stage_group import ADVICE, StageGroup
+
+SUBJECT = "the arguments of the pipeline"
+Budget = str | int | float | None
+
+
+@dataclass(frozen=True)
+class PipelineArguments:
+    """Arguments that fit the group; `budgets` has the bytes of each stage."""
+
+    budgets: tuple[int, ...]
+    chunks: int
+    schedule: str
+    balance: tuple[int, ...] | None
+
+
+def checked(
+    group: StageGroup, model: nn.Module, budget: Budget | Sequence[Budget], chunks: int, schedule: str,
+    balance: Sequence[int] | None,
+) -> PipelineArguments:  # fmt: skip
+    """Return the arguments, which are the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used.
+        AgreementError: another rank was given something else, or can't use its arguments.
+    """
+    if group.watchdog is None:
+        return _parsed(group, model, budget, chunks, schedule, balance)
+    with report_errors(group.watchdog, SUBJECT, ADVICE):
+        parsed = _parsed(group, model, budget, chunks, schedule, balance)
+    owned = [*model.parameters(), *model.buffers()]
+    described = parameter_lines(type(model).__qualname__, [{"params": owned}])
+    group.check_agreement([f"{SUBJECT}: {parsed}", *described])
+    return parsed
+
+
+def _parsed(
+    group: StageGroup, model: nn.Module, budget: Budget | Sequence[Budget], chunks: int, schedule: str,
+    balance: Sequence[int] | None,
+) -> PipelineArguments:  # fmt: skip
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r}; give the number of micro-batches, 1 for the whole mini-batch")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
+    device = device_of([*model.parameters(), *model.buffers()])
+    if device.type != "cpu":
+        raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
+    budgets = list(budget) if isinstance(budget, list | tuple) else [budget] * group.stages
+    if len(budgets) != group.stages:
+        raise ValueError(f"{len(budgets)} budgets are given for {group.stages} stages; give one for each rank, or one for all")
+    if balance is not None and len(balance) != group.stages:
+        raise ValueError(f"balance has {len(balance)} entries for {group.stages} stages; give where each of them begins")
+    nbytes = tuple(budget_nbytes(each, device) for each in budgets)
+    return PipelineArguments(nbytes, chunks, schedule, None if balance is None else tuple(balance))
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    return device_of([*model.parameters(), *model.buffers()])

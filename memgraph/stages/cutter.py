@@ -1,0 +1,123 @@
+"""The best cut of a step under the budgets of all stages, and the plan of one of them.
+
+rank 0: where each stage begins    ->    each rank: its stage, planned; or a BudgetError on all ranks
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+import passes
+from passes.stages.cut import Cut, Stage, balanced_cut, best_cut
+
+from ..errors import AgreementError, BudgetError
+from ..oss.comm.rank_group import format_failures
+from ..profile.memory_meter import resident_bytes
+from .action_order import StageOrder
+from .arguments import PipelineArguments, device_of_model
+from .planned_stage import PlannedStage, StagePlanner
+from .stage_budget import StageBudget
+from .stage_cut import StageCut
+from .stage_group import StageGroup
+from .whole_step import WholeStep
+
+
+@dataclass(frozen=True, eq=False)
+class Cutter:
+    """Cuts a step for a group; `batch_nbytes` are those of a mini-batch."""
+
+    module: nn.Module
+    step: WholeStep
+    group: StageGroup
+    given: PipelineArguments
+    batch_nbytes: int
+
+    def begins(self) -> tuple[int, ...]:
+        """Return the place at which each stage begins.
+
+        Raises:
+            BudgetError: no cut fits.
+            ValueError: there are more stages than places to cut, or `balance` has other places.
+        """
+        costs, forwards = self.step.costs, [order.open_forwards for order in self._orders()]
+        if self.given.balance is not None:
+            return StageCut.of(self.step, balanced_cut(costs, self.given.balance, forwards)).begins
+        unlimited = best_cut(costs, [math.inf] * self.group.stages, forwards)
+
+        @cache
+        def us(stage: Stage) -> float:
+            return self._planner(self._around(unlimited, stage), stage.number).us()
+
+        try:
+            cut = best_cut(costs, self.given.budgets, forwards, us)
+        except passes.BudgetError:
+            raise self._too_small(StageCut.of(self.step, unlimited)) from None
+        return StageCut.of(self.step, cut).begins
+
+    def planned(self, cut: StageCut) -> PlannedStage:
+        """Return the stage of this rank.
+
+        Raises:
+            BudgetError: the stage of some rank does not fit; on all ranks.
+            AgreementError: another rank can't plan its stage.
+        """
+        stage: PlannedStage | None = None
+        failure, smallest, raised = "", 0, None
+        try:
+            stage = self._planner(cut, self.group.rank).plan()
+            smallest = stage.peak
+        except Exception as error:
+            failure, raised = f"{type(error).__name__}: {error}", error
+            smallest = getattr(error, "smallest", 0)
+        own = json.dumps([failure, smallest]).encode()
+        each = [json.loads(text) for text in self.group.share(own, "exchange of plans")]
+        failures = {rank: text for rank, (text, _) in enumerate(each) if text}
+        if stage is not None and not failures:
+            return stage
+        if all(text.startswith("BudgetError") for text in failures.values()):
+            raise self._budget_error([nbytes for _, nbytes in each])
+        raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
+
+    def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
+        order = self._order(stage)
+        device = device_of_model(self.module)
+        model = resident_bytes([*self.module.parameters(), *self.module.buffers()])
+        known = dict(self.module.named_parameters())
+        shared = sum(known[name].nbytes for name in cut.shared(stage))
+        sizes = model, self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), shared
+        return StagePlanner(cut, order, StageBudget.of(self.given.budgets[stage], *sizes), device)
+
+    def _order(self, stage: int) -> StageOrder:
+        return StageOrder(self.given.schedule, stage, self.group.stages, self.given.chunks)
+
+    def _orders(self) -> Iterator[StageOrder]:
+        return map(self._order, range(self.group.stages))
+
+    def _around(self, unlimited: Cut, stage: Stage) -> StageCut:
+        """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""
+        borders = list(self.step.costs.borders)
+        count, number = self.group.stages, stage.number
+        first, last = borders.index(stage.begin), borders.index(stage.end)
+        before = [borders[i * first // max(number, 1)] for i in range(number)]
+        after = count - number - 1
+        rest = [borders[last + i * (len(borders) - 1 - last) // max(after, 1)] for i in range(after)]
+        return StageCut(self.step, (*before, stage.begin, *rest))
+
+    def _too_small(self, cut: StageCut) -> BudgetError:
+        return self._budget_error([self._planner(cut, k).smallest() for k in range(self.group.stages)])
+
+    def _budget_error(self, smallest: list[int]) -> BudgetError:
+        budgets = self.given.budgets
+        k = max(range(len(budgets)), key=lambda k: smallest[k] - budgets[k])
+        return BudgetError(
+            f"no cut into {len(budgets)} stages keeps the budgets: stage {k} needs {smallest[k]} bytes, and "
+            f"{budgets[k]} are allowed; give budget={smallest}, or more chunks",
+            budgets[k],
+            smallest[k],
+        )

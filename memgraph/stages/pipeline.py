@@ -1,0 +1,187 @@
+"""`memgraph.pipeline`: a model in stages, one on each rank, each within its budget.
+
+pipe = memgraph.pipeline(model, budget="8GB", chunks=8)    the same call on each rank
+loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank's stage are in `.grad`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..capture.capture import operands
+from ..errors import MemgraphError
+from ..guards.module_proxy import WithLoss
+from ..oss.comm.agreement import report_errors
+from .arguments import Budget, PipelineArguments, checked, device_of_model
+from .chunks import Arguments, batch_nbytes, call_lines, chunked, mode_lines
+from .cutter import Cutter
+from .planned_stage import PlannedStage, input_names
+from .shared_parameters import SharedGradients, make_gradients
+from .stage_cut import StageCut
+from .stage_group import ADVICE, StageGroup
+from .stage_runs import Named, StageRuns
+from .whole_step import whole_step
+
+PLANNING = "the planning of the stages"
+
+
+def pipeline(
+    model: nn.Module, budget: Budget | Sequence[Budget] = None, chunks: int = 8,
+    group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
+    balance: Sequence[int] | None = None,
+) -> Pipeline:  # fmt: skip
+    """Return a pipeline that trains `model` in as many stages as the group has ranks.
+
+        pipe = memgraph.pipeline(model, budget="8GB", chunks=8)
+        pipe.prepare(input_ids=ids, labels=ids)  # optional: captures, cuts and plans without a step
+        optimizer = torch.optim.AdamW(pipe.parameters())  # of this rank's stage
+        for ids in batches:
+            loss = pipe.step(input_ids=ids, labels=ids)  # None but on the last rank
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Every rank makes the same call with the same model and gives each step the same mini-batch. The first step captures
+    the model for one micro-batch, cuts it between any two ops so that the slowest stage is as fast as can be, and plans
+    each stage within its budget.
+
+    Args:
+        model: a module on the CPU. Each rank keeps all of it, and makes the gradients of its own stage.
+        budget: bytes of each rank for the whole model, the mini-batch, gradients, activations and messages; one for
+            all, or a list of one for each rank. The optimizer's states are not counted.
+        chunks: the number of micro-batches; the rows of a mini-batch are a multiple of it.
+        group: the ranks; None for the default group, or for this process alone if there is none.
+        schedule: "1f1b" or "gpipe".
+        loss: becomes part of the step: it is called with the model's result, and with `target=` if a step has one.
+        balance: where each stage begins, as the number of an op, instead of the best cut.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used.
+        AgreementError: another rank was given something else.
+    """
+    stages = StageGroup(group)
+    given = checked(stages, model, budget, chunks, schedule, balance)
+    return Pipeline(model if loss is None else WithLoss(model, loss), stages, given)
+
+
+class Pipeline:
+    """A model in stages. Each rank runs one of them, and has the gradients of its parameters."""
+
+    def __init__(self, module: nn.Module, group: StageGroup, given: PipelineArguments) -> None:
+        self.module, self.group, self.given = module, group, given
+        self.device = device_of_model(module)
+        self._stage: PlannedStage | None = None
+        self._kind: list[str] = []
+        self._failed = False
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
+        self._agree(args, kwargs)
+        if self._stage is None:
+            self._stage, self._kind = self._planned(args, kwargs), self._described(args, kwargs)[0]
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Run forward and backward of a mini-batch, and add to the gradients of this rank's stage.
+
+        Gradients are those of the mean loss of the micro-batches.
+
+        Returns:
+            The mean loss on the rank that computes it, which is the last one; None on the others.
+
+        Raises:
+            ValueError: the mini-batch can't be divided, or differs in kind from the first one.
+            AgreementError: another rank was given another mini-batch, or can't go on.
+            BudgetError: no plan fits the budget of some stage; on all ranks, before the first step.
+            CaptureError: the model can't be captured, or can't be cut.
+            CollectiveError: another rank has ended or stopped.
+            MemgraphError: an earlier step has failed.
+        """
+        self.prepare(*args, **kwargs)
+        assert self._stage is not None
+        try:
+            with self.group.ending_together():
+                return self._run(self._stage, args, kwargs)
+        except BaseException:
+            self._failed = True
+            raise
+
+    __call__ = step
+
+    @property
+    def peak(self) -> int:
+        """The forecast bytes of this rank."""
+        return self._prepared.peak
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank's stage makes gradients of."""
+        known = dict(self.module.named_parameters())
+        yield from ((name, known[name]) for name in dict.fromkeys(self._prepared.gradients))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that this rank's stage makes gradients of."""
+        yield from (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def _prepared(self) -> PlannedStage:
+        if self._stage is None:
+            raise MemgraphError("the stages are cut in the first step; call prepare() with a mini-batch before")
+        return self._stage
+
+    def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that this step can run, on all ranks."""
+        if self._failed:
+            raise MemgraphError("an earlier step of this pipeline has failed; start again with a new process group")
+        with self._reporting():
+            kind, values = self._described(args, kwargs)
+            if self._stage is not None and kind != self._kind:
+                new = next(line for line in kind if line not in self._kind)
+                raise ValueError(f"a step of a pipeline is like the first one, and now there is {new}; make a new one")
+            chunked(args, kwargs, self.given.chunks)
+        self.group.check_agreement([f"{PLANNING}: none failed", *kind, *values])
+
+    def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+        kind, values = call_lines(args, kwargs)
+        return [*kind, *mode_lines(self.module)], values
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStage:
+        """Return the stage of this rank, once all ranks have one."""
+        first = chunked(args, kwargs, self.given.chunks)[0]
+        with self._reporting():
+            step = whole_step(self.module, *first)
+        self.group.check_agreement([f"{PLANNING}: none failed", *step.ops])
+        cutter = Cutter(self.module, step, self.group, self.given, batch_nbytes(args, kwargs))
+        with self._reporting():
+            begins = cutter.begins() if self.group.rank == 0 else ()
+        self.group.check_agreement([f"{PLANNING}: none failed"])
+        texts = self.group.share(json.dumps(begins).encode(), "exchange of the cut")
+        return cutter.planned(StageCut(step, tuple(json.loads(texts[0]))))
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Raise this rank's error, and an AgreementError on the others."""
+        if self.group.watchdog is None:
+            yield
+            return
+        with report_errors(self.group.watchdog, PLANNING, ADVICE):
+            yield
+
+    def _run(self, stage: PlannedStage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        parameters: Named = dict(self.module.named_parameters())
+        shared = SharedGradients(self.group, parameters, stage.cut.owners)
+        shared.begin()
+        make_gradients(parameters, stage.gradients)
+        names = input_names(stage.cut.step.captured)
+        chunks = [self._named(names, each) for each in chunked(args, kwargs, self.given.chunks)]
+        runs = StageRuns(self.group, stage, parameters, chunks)
+        runs.run()
+        shared.finish()
+        return torch.stack(runs.losses).mean() if runs.losses else None
+
+    def _named(self, names: Sequence[str], chunk: Arguments) -> Named:
+        return dict(zip(names, (each.detach() for each in operands(self.module, *chunk)), strict=False))

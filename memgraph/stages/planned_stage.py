@@ -1,0 +1,141 @@
+"""A stage with its plan: the halves that its rank runs for each micro-batch.
+
+trace of the stage, bytes, open forwards    ->    plan    ->    rewritten graph    ->    forward, backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+import passes
+from passes import Machine, PlanResult, Trace, make_plan
+from passes.concurrent_forwards import pending_gradient_nbytes, plan_forwards
+
+from ..errors import BudgetError
+from ..graph.accumulate_grads import accumulate_grads
+from ..graph.captured import Captured, Input, Output
+from ..graph.partition import Partition, partition
+from ..graph.rewrite import rewrite
+from ..graph.stage_graph import stage_graph
+from ..graph.summarize import Cost, summarize
+from ..profile.library_workspaces import add_library_workspaces
+from .action_order import StageOrder
+from .stage_budget import StageBudget
+from .stage_cut import GRADIENTS, StageCut
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStage:
+    """One stage, ready to run.
+
+    Attributes:
+        inputs, tangents: names of what forward reads, and of the gradients that backward reads.
+        gradients: the parameters whose gradients backward adds to.
+        outputs, results: names of what forward and backward return.
+        peak: forecast bytes of the rank.
+    """
+
+    cut: StageCut
+    order: StageOrder
+    halves: Partition
+    inputs: tuple[str, ...]
+    tangents: tuple[str, ...]
+    gradients: tuple[str, ...]
+    outputs: tuple[str, ...]
+    results: tuple[str, ...]
+    choice: PlanResult
+    peak: int
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlanner:
+    """Plans the stage of `order` in a cut, within its bytes."""
+
+    cut: StageCut
+    order: StageOrder
+    bytes_of: StageBudget
+    device: torch.device
+
+    def plan(self) -> PlannedStage:
+        """Return the stage, ready to run.
+
+        Raises:
+            BudgetError: no plan fits; `smallest` is that of the rank.
+        """
+        graph = self._graph
+        choice, peak = self._choose(graph)
+        planned = rewrite(graph, choice.forecast.trace)
+        inputs = {kind: [] for kind in ("first", "tangent", "gradient")}  # type: dict[str, list[str]]
+        for node in planned.find_nodes(op="placeholder"):
+            inputs[node.meta["kind"] if node.meta["kind"] in inputs else "first"].append(node.name)
+        outputs = [value for kind, value in self._trace.outputs if kind == "output"]
+        results = [value for kind, value in self._trace.outputs if kind != "output"]
+        gradients = self.cut.gradient_names(self._trace)
+        halves = partition(planned, self.cut.step.captured.graph)
+        names = map(tuple, (inputs["first"], inputs["tangent"], gradients, outputs, results))
+        return PlannedStage(self.cut, self.order, halves, *names, choice, peak)
+
+    def us(self) -> float:
+        """Return the time for one micro-batch; infinite if no plan fits."""
+        try:
+            return self._choose(self._graph)[0].forecast.us
+        except BudgetError:
+            return float("inf")
+
+    def smallest(self) -> int:
+        """Return the smallest budget for which a plan is found."""
+        try:
+            return StagePlanner(self.cut, self.order, replace(self.bytes_of, budget=1), self.device)._choose(self._graph)[1]
+        except BudgetError as error:
+            return error.smallest
+
+    @property
+    def _trace(self) -> Trace:
+        return self.cut.traces[self.order.stage]
+
+    @property
+    def _graph(self) -> fx.Graph:
+        """The graph of the stage, which adds to existing gradients."""
+        step = self.cut.step
+        whole, graph = step.captured, stage_graph(step.captured.graph.graph, self._trace)
+        known = dict(zip(input_names(whole), whole.inputs, strict=True))
+        inputs = tuple(
+            known.get(node.name) or Input(node.meta["kind"], node.name) for node in graph.find_nodes(op="placeholder")
+        )
+        names = iter(self.cut.gradient_names(self._trace))
+        outputs = tuple(
+            Output("gradient", next(names)) if kind in GRADIENTS else Output(kind)  # type: ignore[arg-type]
+            for kind, _ in self._trace.outputs
+        )
+        stage = replace(whole, graph=fx.GraphModule(whole.graph, graph), inputs=inputs, outputs=outputs)
+        return accumulate_grads(stage, ())
+
+    def _choose(self, graph: fx.Graph) -> tuple[PlanResult, int]:
+        """Return the plan, and the forecast bytes of the rank.
+
+        Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
+        whose forwards are open at once.
+        """
+        ops = self.cut.step.trace.op
+        trace = summarize(
+            graph, lambda node: Cost(ops[node.name].us, ops[node.name].workspace) if node.name in ops else Cost()
+        )
+        several = self.order.open_forwards > 1 and trace.boundary < len(trace.ops)
+        fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
+        machine = Machine(max(1, self.bytes_of.budget - fixed), str(self.device))
+        trace = add_library_workspaces(trace, self.device)
+        try:
+            choice = plan_forwards(trace, machine, self.order.open_forwards, make_plan)
+        except passes.BudgetError as error:
+            least, stages = error.smallest + fixed, self.order.stages
+            text = f"stage {self.order.stage} of {stages} needs {least} bytes, and {self.bytes_of.budget} are allowed"
+            raise BudgetError(text, self.bytes_of.budget, least) from None
+        return choice, choice.forecast.peak + fixed
+
+
+def input_names(captured: Captured) -> list[str]:
+    """Return the names of all inputs of a step."""
+    return [node.name for node in captured.graph.graph.find_nodes(op="placeholder")]

@@ -1,0 +1,75 @@
+"""The stages of a step: their traces, and the values that they send to each other.
+
+rank 0: the best cut under all budgets    ->    the same places on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from passes import Trace
+from passes.stages.cut import Cut
+
+from .messages import Message
+from .whole_step import WholeStep
+
+GRADIENTS = ("gradient", "watched")  # kinds of outputs
+
+
+@dataclass(frozen=True, eq=False)
+class StageCut:
+    """A step, cut at places: stage k has those from `begins[k]` on."""
+
+    step: WholeStep
+    begins: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: WholeStep, cut: Cut) -> StageCut:
+        return cls(step, tuple(stage.begin for stage in cut.stages))
+
+    @cached_property
+    def traces(self) -> tuple[Trace, ...]:
+        ends = (*self.begins[1:], self.step.costs.borders[-1])
+        return tuple(self.step.stage(begin, end) for begin, end in zip(self.begins, ends, strict=True))
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Return all values that stages send, in an order that is the same on all ranks."""
+        fakes = {node.name: node for node in self.step.captured.graph.graph.nodes}
+        made = {value: k for k, trace in enumerate(self.traces) for _, value in self._sent(trace)}
+        return tuple(
+            Message(op.name, fakes[op.name].meta["val"], made[op.name], k)
+            for k, trace in enumerate(self.traces)
+            for op in trace.ops
+            if op.is_input and op.name in made and made[op.name] != k
+        )
+
+    def sent_backward(self, stage: int) -> list[Message]:
+        return [message for message in self.messages if message.sender == stage and message.receiver < stage]
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Map each parameter that gets a gradient to the stages that make it, or parts of it."""
+        owners: dict[str, list[int]] = {}
+        for k, trace in enumerate(self.traces):
+            for name in dict.fromkeys(self.gradient_names(trace)):
+                owners.setdefault(name, []).append(k)
+        return {name: tuple(stages) for name, stages in owners.items()}
+
+    def gradient_names(self, trace: Trace) -> list[str]:
+        """Return the parameters of the gradients that a stage makes, in the order of its outputs."""
+        return [self.step.gradients[value] for kind, value in trace.outputs if kind in GRADIENTS]
+
+    def shared(self, stage: int) -> list[str]:
+        """Return the parameters of a stage whose gradients other stages make parts of."""
+        return sorted(name for name, stages in self.owners.items() if len(stages) > 1 and stage in stages)
+
+    @property
+    def loss_stage(self) -> int:
+        wanted = ("output", self.step.loss)
+        return next(k for k, trace in enumerate(self.traces) if wanted in trace.outputs)
+
+    def _sent(self, trace: Trace) -> Sequence[tuple[str, str]]:
+        return [each for each in trace.outputs if each[0] not in GRADIENTS]

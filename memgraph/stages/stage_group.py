@@ -1,0 +1,111 @@
+"""The ranks of a pipeline: one stage on each, in the order of the group.
+
+rank 0: "8 rows"    rank 1: "9 rows"    ->    AgreementError on both
+rank 1: IndexError in its stage         ->    IndexError on all ranks, with a note of rank and stage
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from ..oss.comm.agreement import check_agreement
+from ..oss.comm.rank_group import all_texts
+from ..oss.comm.watchdog import CollectiveWatchdog
+
+FIRST_ERROR = "memgraph/first error of a stage"
+ADVICE = "All ranks have to give the same model, arguments and batch."
+
+
+class StageGroup:
+    """The ranks of a process group, or this process alone if there is none."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        joined = group is not None or (dist.is_available() and dist.is_initialized())
+        self.group: Any = (group or dist.group.WORLD) if joined else None
+        self.rank, self.stages = (dist.get_rank(self.group), dist.get_world_size(self.group)) if joined else (0, 1)
+        self.watchdog = CollectiveWatchdog(self.group) if self.stages > 1 else None
+
+    def check_agreement(self, lines: Sequence[str]) -> None:
+        """
+        Raises:
+            AgreementError: lines differ between ranks.
+        """
+        if self.watchdog is not None:
+            check_agreement(self.watchdog, lines, ADVICE)
+
+    def share(self, own: bytes, name: str) -> list[bytes]:
+        """Return the bytes of every rank."""
+        return [own] if self.watchdog is None else all_texts(self.watchdog, own, name)
+
+    def naming(self, name: str) -> AbstractContextManager[None]:
+        """Turn the failure of a message into a `CollectiveError`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.naming(name)
+
+    def wait(self, work: dist.Work | None) -> None:
+        assert self.watchdog is not None
+        self.watchdog.wait(work)
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """Raise the first error of any rank on all of them.
+
+        The rank that fails closes its connections, on which others wait; and so do these.
+        """
+        try:
+            yield
+        except CollectiveError as error:
+            self._close()
+            first = self._first_error()
+            if first is None:
+                raise
+            raise first from error
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        if self.watchdog is None:
+            return
+        note = f"raised in stage {self.rank}, on rank {self.watchdog.members[self.rank]}"
+        error.add_note(note)
+        with suppress(RuntimeError):
+            self.watchdog.store.compare_set(FIRST_ERROR, "", _pickled(error, note))
+        self.watchdog.leave(f"{type(error).__name__}: {error} ({note})")
+
+    def _close(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.close_connections()
+
+    def _first_error(self) -> BaseException | None:
+        """Return the error that another rank has left, if it can be pickled."""
+        assert self.watchdog is not None
+        with suppress(RuntimeError):
+            if self.watchdog.store.check([FIRST_ERROR]):
+                return _unpickled(self.watchdog.store.get(FIRST_ERROR))
+        return None
+
+
+def _pickled(error: BaseException, note: str) -> str:
+    try:
+        blob = pickle.dumps((error.with_traceback(None), note))
+        pickle.loads(blob)
+    except Exception:  # any error of the class's own code
+        return "-"
+    return base64.b64encode(blob).decode()
+
+
+def _unpickled(text: bytes) -> BaseException | None:
+    try:
+        error, note = pickle.loads(base64.b64decode(text))
+    except Exception:  # a class that this process does not have
+        return None
+    if isinstance(error, BaseException) and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error if isinstance(error, BaseException) else None

@@ -1,0 +1,118 @@
+"""The captured step of one micro-batch, priced, with its loss as the only output.
+
+model(x, labels=y)   ->   Captured, and the costs of each stage that it can be cut into
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from passes import Trace
+from passes.stages.interval_costs import IntervalCosts
+from passes.stages.places import Places
+from passes.stages.stage_trace import stage_trace
+
+from ..capture.capture import capture
+from ..capture.explain_errors import refuse_hooks
+from ..errors import CaptureError
+from ..graph.captured import Captured
+from ..graph.gradient_sums import gradient_sums
+from ..graph.nodes import returned_values
+from ..graph.rewrite import fake_mode
+from ..graph.summarize import summarize
+from ..profile.correct_fakes import apply_profiled_layouts
+from ..profile.library_workspaces import libraries_nbytes
+from ..profile.op_profiler import OpProfiler, kernel_modes_text
+from ..system.device import device_of, unused_nbytes
+from ..system.locks import capturing
+from ..tensors.loss_outputs import select_losses
+
+
+@dataclass(frozen=True, eq=False)
+class WholeStep:
+    """The step that is cut. `loss` is the name of the value from which backward starts."""
+
+    captured: Captured
+    trace: Trace
+    loss: str
+
+    @cached_property
+    def costs(self) -> IntervalCosts:
+        return IntervalCosts(Places(self.trace), gradient_sums(self.captured))
+
+    @cached_property
+    def ops(self) -> list[str]:
+        """Return a line for each op, without prices: equal on all ranks that captured the same step."""
+        return [f"op {i} of the step: {op.name} = {op.fn} of {op.reads}" for i, op in enumerate(self.trace.ops)]
+
+    @cached_property
+    def gradients(self) -> dict[str, str]:
+        """Map each gradient, and each part of one that is a sum, to its parameter."""
+        roles = zip(self.captured.outputs, returned_values(self.captured.graph.graph), strict=True)
+        names: dict[str, str] = {}
+        for role, node in roles:
+            todo = [node.name] if role.kind == "gradient" else []
+            while todo:
+                name = todo.pop()
+                names[name] = role.name
+                todo += self.trace.op[name].reads if name in self.costs.sums else ()
+        return names
+
+    def stage(self, begin: int, end: int) -> Trace:
+        """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
+        trace = stage_trace(self.costs.places, begin, end, self.costs.sums)
+        outputs = tuple(("output" if kind == "released" else kind, value) for kind, value in trace.outputs)
+        return replace(trace, outputs=tuple(dict.fromkeys(outputs)))
+
+
+def whole_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeStep:
+    """Capture and price the step of one micro-batch.
+
+    Raises:
+        CaptureError: it can't be captured, or is of a kind that can't be cut.
+    """
+    refuse_hooks(module)
+    with capturing(module):
+        captured = capture(module, args, kwargs, wanted=select_losses)
+    _refuse(captured)
+    graph, device = captured.graph.graph, device_of([*module.parameters(), *module.buffers()])
+    results = returned_values(graph)
+    loss = results[captured.tangents[0]].name
+    libraries_nbytes(device)
+    profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
+    apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
+    trace = summarize(graph, profiler)
+    outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] in ("gradient", "watched"))
+    return WholeStep(captured, replace(trace, outputs=outputs), loss)
+
+
+def _refuse(captured: Captured) -> None:
+    """
+    Raises:
+        CaptureError: stages are not built for such a step.
+    """
+    outputs = [role for role in captured.outputs if role.kind == "output"]
+    results = returned_values(captured.graph.graph)
+    scalars = [place for place in captured.tangents if _numel(results[place].meta["val"]) == 1]
+    if len(outputs) == 0 or len(captured.tangents) != 1 or len(scalars) != 1:
+        raise CaptureError(
+            "a pipeline starts backward from one number, its loss, and the model's result has "
+            f"{len(captured.tangents)} tensors that need a gradient; give loss=, or let the model return its loss"
+        )
+    reasons = {
+        "branches on the value of a tensor": captured.guards,
+        "has submodules that can't be traced": captured.opaque,
+        "writes into a tensor of the batch": captured.rewritten,
+        "counts its calls in Python": captured.counters,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise CaptureError(f"a pipeline can't be made of a model that {reason}")
+
+
+def _numel(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else 0
