@@ -37,6 +37,7 @@ with paused_collector():  # what an import makes stays
     from .report.budget_curve import Point, Sweep
     from .report.report import Report
     from .report.saved_plan import SavedPlan
+    from .stages.pipeline import Pipeline, pipeline
     from .storage.pinned_pool import PinnedError
     from .storage.spill_file import SpillError
     from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
@@ -56,6 +57,7 @@ __all__ = [
     "NoPlanError",
     "OpaqueError",
     "PinnedError",
+    "Pipeline",
     "PlanError",
     "Point",
     "RecordingError",
@@ -71,6 +73,7 @@ __all__ = [
     "load_sharded",
     "load_state",
     "pad_to_buckets",
+    "pipeline",
     "plan",
     "save_sharded",
     "save_state",

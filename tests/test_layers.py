@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MEMGRAPH = (
     {"memgraph.api"},
+    {"memgraph.stages"},
     {"memgraph.planning"},
     {"memgraph.runtime"},
     {"memgraph.oss"},

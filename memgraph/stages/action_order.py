@@ -1,7 +1,7 @@
 """The order in which a stage runs forward and backward of its micro-batches.
 
-    1f1b, stage 0 of 2, 3 micro-batches    ->    F0 F1 B0 F2 B1 B2
-    gpipe                                  ->    F0 F1 F2 B0 B1 B2
+1f1b, stage 0 of 2, 3 micro-batches    ->    F0 F1 B0 F2 B1 B2
+gpipe                                  ->    F0 F1 F2 B0 B1 B2
 """
 
 from __future__ import annotations

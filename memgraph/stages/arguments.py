@@ -19,6 +19,7 @@ from .stage_group import ADVICE, StageGroup
 
 SUBJECT = "the arguments of the pipeline"
 Budget = str | int | float | None
+Budgets = Budget | list[Budget] | tuple[Budget, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PipelineArguments:
 
 
 def checked(
-    group: StageGroup, model: nn.Module, budget: Budget | Sequence[Budget], chunks: int, schedule: str,
+    group: StageGroup, model: nn.Module, budget: Budgets, chunks: int, schedule: str,
     balance: Sequence[int] | None,
 ) -> PipelineArguments:  # fmt: skip
     """Return the arguments, which are the same on all ranks.
@@ -52,7 +53,7 @@ def checked(
 
 
 def _parsed(
-    group: StageGroup, model: nn.Module, budget: Budget | Sequence[Budget], chunks: int, schedule: str,
+    group: StageGroup, model: nn.Module, budget: Budgets, chunks: int, schedule: str,
     balance: Sequence[int] | None,
 ) -> PipelineArguments:  # fmt: skip
     if not isinstance(model, nn.Module):
@@ -64,11 +65,15 @@ def _parsed(
     device = device_of([*model.parameters(), *model.buffers()])
     if device.type != "cpu":
         raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
-    budgets = list(budget) if isinstance(budget, list | tuple) else [budget] * group.stages
+    budgets = [*budget] if isinstance(budget, list | tuple) else [budget] * group.stages
     if len(budgets) != group.stages:
-        raise ValueError(f"{len(budgets)} budgets are given for {group.stages} stages; give one for each rank, or one for all")
+        raise ValueError(
+            f"{len(budgets)} budgets are given for {group.stages} stages; give one for each rank, or one for all"
+        )
     if balance is not None and len(balance) != group.stages:
-        raise ValueError(f"balance has {len(balance)} entries for {group.stages} stages; give where each of them begins")
+        raise ValueError(
+            f"balance has {len(balance)} entries for {group.stages} stages; give where each of them begins"
+        )
     nbytes = tuple(budget_nbytes(each, device) for each in budgets)
     return PipelineArguments(nbytes, chunks, schedule, None if balance is None else tuple(balance))
 

@@ -19,7 +19,7 @@ from ..capture.capture import operands
 from ..errors import MemgraphError
 from ..guards.module_proxy import WithLoss
 from ..oss.comm.agreement import report_errors
-from .arguments import Budget, PipelineArguments, checked, device_of_model
+from .arguments import Budgets, PipelineArguments, checked, device_of_model
 from .chunks import Arguments, batch_nbytes, call_lines, chunked, mode_lines
 from .cutter import Cutter
 from .planned_stage import PlannedStage, input_names
@@ -33,7 +33,7 @@ PLANNING = "the planning of the stages"
 
 
 def pipeline(
-    model: nn.Module, budget: Budget | Sequence[Budget] = None, chunks: int = 8,
+    model: nn.Module, budget: Budgets = None, chunks: int = 8,
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None,
 ) -> Pipeline:  # fmt: skip

@@ -17,7 +17,7 @@ from passes.concurrent_forwards import pending_gradient_nbytes, plan_forwards
 from ..errors import BudgetError
 from ..graph.accumulate_grads import accumulate_grads
 from ..graph.captured import Captured, Input, Output
-from ..graph.partition import Partition, partition
+from ..graph.partition import INPUTS_OF_BACKWARD, Partition, partition
 from ..graph.rewrite import rewrite
 from ..graph.stage_graph import stage_graph
 from ..graph.summarize import Cost, summarize
@@ -68,15 +68,19 @@ class StagePlanner:
         graph = self._graph
         choice, peak = self._choose(graph)
         planned = rewrite(graph, choice.forecast.trace)
-        inputs = {kind: [] for kind in ("first", "tangent", "gradient")}  # type: dict[str, list[str]]
-        for node in planned.find_nodes(op="placeholder"):
-            inputs[node.meta["kind"] if node.meta["kind"] in inputs else "first"].append(node.name)
-        outputs = [value for kind, value in self._trace.outputs if kind == "output"]
-        results = [value for kind, value in self._trace.outputs if kind != "output"]
-        gradients = self.cut.gradient_names(self._trace)
-        halves = partition(planned, self.cut.step.captured.graph)
-        names = map(tuple, (inputs["first"], inputs["tangent"], gradients, outputs, results))
-        return PlannedStage(self.cut, self.order, halves, *names, choice, peak)
+        placeholders = planned.find_nodes(op="placeholder")
+        return PlannedStage(
+            cut=self.cut,
+            order=self.order,
+            halves=partition(planned, self.cut.step.captured.graph),
+            inputs=tuple(node.name for node in placeholders if node.meta["kind"] not in INPUTS_OF_BACKWARD),
+            tangents=tuple(node.name for node in placeholders if node.meta["kind"] == "tangent"),
+            gradients=tuple(self.cut.gradient_names(self._trace)),
+            outputs=tuple(value for kind, value in self._trace.outputs if kind == "output"),
+            results=tuple(value for kind, value in self._trace.outputs if kind != "output"),
+            choice=choice,
+            peak=peak,
+        )
 
     def us(self) -> float:
         """Return the time for one micro-batch; infinite if no plan fits."""
@@ -88,7 +92,7 @@ class StagePlanner:
     def smallest(self) -> int:
         """Return the smallest budget for which a plan is found."""
         try:
-            return StagePlanner(self.cut, self.order, replace(self.bytes_of, budget=1), self.device)._choose(self._graph)[1]
+            return replace(self, bytes_of=replace(self.bytes_of, budget=1))._choose(self._graph)[1]
         except BudgetError as error:
             return error.smallest
 

@@ -28,7 +28,8 @@ class StageGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         joined = group is not None or (dist.is_available() and dist.is_initialized())
-        self.group: Any = (group or dist.group.WORLD) if joined else None
+        world: Any = dist.group.WORLD if joined else None
+        self.group: Any = group or world
         self.rank, self.stages = (dist.get_rank(self.group), dist.get_world_size(self.group)) if joined else (0, 1)
         self.watchdog = CollectiveWatchdog(self.group) if self.stages > 1 else None
 

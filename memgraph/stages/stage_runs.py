@@ -82,4 +82,6 @@ class StageRuns:
 
     def _to_send(self, values: Named) -> list[tuple[Message, Tensor]]:
         rank = self.group.rank
-        return [(each, values[each.name]) for each in self.stage.cut.messages if each.sender == rank and each.name in values]
+        return [
+            (each, values[each.name]) for each in self.stage.cut.messages if each.sender == rank and each.name in values
+        ]

@@ -1,0 +1,150 @@
+"""An error on one rank is raised on all of them within seconds; arguments that differ are refused before a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph import AgreementError, BudgetError
+from memgraph.runtime.step_run import StepRun
+from tests.support.ranks import on_ranks
+from tests.support.staged_models import made
+
+LIMIT = 20.0  # seconds, far below the timeout of the group
+
+
+def _error(run: Any) -> tuple[str, str, list[str], float]:
+    begin = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        run()
+    notes = getattr(caught.value, "__notes__", [])
+    return type(caught.value).__name__, str(caught.value), list(notes), time.monotonic() - begin
+
+
+def _failing(rank: int, bad: int, half: str) -> list[Any]:
+    model, batch = made("gpt2", 8)
+    pipe = memgraph.pipeline(model, "1GB", 4)
+    pipe.step(**batch)
+    if rank == bad:
+        plain, calls = getattr(StepRun, half), []
+
+        def fail(self: StepRun, *args: Any, **kwargs: Any) -> Any:
+            calls.append(half)
+            if len(calls) == 2:
+                raise IndexError("no such row")
+            return plain(self, *args, **kwargs)
+
+        setattr(StepRun, half, fail)
+    first = _error(lambda: pipe.step(**batch))
+    return [first, _error(lambda: pipe.step(**batch))]
+
+
+@pytest.mark.parametrize("bad, half", [(0, "forward"), (1, "backward"), (2, "forward")])
+def test_an_exception_on_one_rank_is_raised_on_all(bad: int, half: str) -> None:
+    for (kind, text, notes, seconds), again in on_ranks(3, _failing, bad, half, meet=False):
+        assert (kind, text, notes) == ("IndexError", "no such row", [f"raised in stage {bad}, on rank {bad}"])
+        assert seconds < LIMIT
+        assert (again[0], "new process group" in again[1]) == ("MemgraphError", True)
+
+
+def _dying(rank: int) -> Any:
+    model, batch = made("gpt2", 8)
+    pipe = memgraph.pipeline(model, "1GB", 4)
+    pipe.step(**batch)
+    if rank == 1:
+        StepRun.backward = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
+    return _error(lambda: pipe.step(**batch))
+
+
+def test_a_rank_that_ends_is_named_on_the_others() -> None:
+    for rank, found in enumerate(on_ranks(3, _dying, lost=[1])):
+        if rank != 1:
+            kind, text, _, seconds = found
+            assert (kind, "rank 1 is gone" in text) == ("CollectiveError", True), text
+            assert seconds < LIMIT
+
+
+def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:
+    torch.manual_seed(0)
+    model, batch = made("gpt2", 8)
+    odd, given = rank == 1, {"budget": "1GB", "chunks": 4}
+    if what == "model" and odd:
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+    if what == "budget" and odd:
+        given["budget"] = "2GB"
+    if what == "chunks" and odd:
+        given["chunks"] = 0
+    if what == "all chunks":
+        given["chunks"] = 0
+    if what == "rows":
+        batch = {key: value[:7] for key, value in batch.items()}
+    if what == "batch" and odd:
+        batch = {key: value.flip(0) for key, value in batch.items()}
+    if what == "fewer rows" and odd:
+        batch = {key: value[:4] for key, value in batch.items()}
+    if what == "no loss":
+        model = nn.Linear(4, 4)
+        batch = {"input": torch.randn(8, 4)}
+    if what == "stages":
+        model, batch = Small(), {"x": torch.randn(8, 1)}
+    if what == "branch":
+        model, batch = Branch(), {"x": torch.ones(8, 4)}
+    if what == "tiny":
+        given["budget"] = 100_000
+    return _error(lambda: memgraph.pipeline(model, **given).step(**batch))
+
+
+class Small(nn.Module):
+    """One op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.sin()
+
+
+class Branch(nn.Linear):
+    """A branch on the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sum() if x.sum() > 0 else y.mean()
+
+
+DIFFER = AgreementError.__name__
+REFUSED = {
+    "model": (DIFFER, DIFFER),
+    "budget": (DIFFER, DIFFER),
+    "chunks": (DIFFER, "ValueError"),
+    "all chunks": ("ValueError", "ValueError"),
+    "rows": ("ValueError", "ValueError"),
+    "batch": (DIFFER, DIFFER),
+    "fewer rows": (DIFFER, DIFFER),
+    "no loss": ("CaptureError", "CaptureError"),
+    "stages": ("ValueError", DIFFER),
+    "branch": ("CaptureError", "CaptureError"),
+    "tiny": (BudgetError.__name__, DIFFER),
+}
+
+
+def _all_refused(rank: int) -> dict[str, tuple[str, str, list[str], float]]:
+    return {what: _refused(rank, what) for what in REFUSED}
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    results = on_ranks(2, _all_refused)
+    for what, kinds in REFUSED.items():
+        assert tuple(each[what][0] for each in results) == kinds, (what, [each[what] for each in results])
+        assert max(each[what][3] for each in results) < LIMIT

@@ -1,0 +1,121 @@
+"""Small models with their loss inside, for pipelines, and what their gradients should be.
+
+model, batch = MODELS["batch norm"](rows)     # the same on each rank
+gradients_in_turn(model, batch, chunks)       # of the mean loss of the micro-batches, by eager
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .models import gpt2
+
+Batch = dict[str, Tensor]
+
+
+class BatchNormNet(nn.Module):
+    """A small network of convolutions, whose buffers change in forward; a skip reads the first result at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return F.cross_entropy(self.last((x + first).mean((2, 3))), y)
+
+
+class Frozen(nn.Module):
+    """The first layers need no gradient, and a mask of them is read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8).requires_grad_(False)
+        self.first, self.second = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.table(ids)).t().sin().t()
+        mask = x > 0
+        x = self.second(x).tanh()
+        return F.cross_entropy(self.last(torch.where(mask, x, 0.5 * x)), ids)
+
+
+def language(rows: int, tied: bool) -> tuple[nn.Module, Batch]:
+    none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 8}
+    model = gpt2(**sizes, **none, tie_word_embeddings=tied)
+    ids = torch.randint(0, 64, (rows, 8))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
+    "gpt2": lambda rows: language(rows, tied=False),
+    "tied": lambda rows: language(rows, tied=True),
+    "batch norm": lambda rows: (
+        BatchNormNet(),
+        {"x": torch.randn(rows, 4, 6, 6), "y": torch.randint(0, 3, (rows,))},
+    ),
+    "frozen": lambda rows: (Frozen(), {"ids": torch.randint(0, 16, (rows,))}),
+}
+
+
+def made(name: str, rows: int) -> tuple[nn.Module, Batch]:
+    """Return a model in training mode and a mini-batch, the same in every process."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name](rows)
+    return model.train(), batch
+
+
+def loss_of(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result.loss
+
+
+def in_turn(model: nn.Module, batch: Batch, chunks: int, steps: int = 1) -> tuple[nn.Module, float]:
+    """Return a copy of the model with the gradients of its micro-batches in turn, and the mean loss."""
+    plain, total = copy.deepcopy(model), 0.0
+    for _ in range(steps):
+        parts = [value.chunk(chunks) for value in batch.values()]
+        for each in zip(*parts, strict=True):
+            loss = loss_of(plain(**dict(zip(batch, each, strict=True)))) / chunks
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+    return plain, total / steps
+
+
+class Block(nn.Module):
+    """A block of a transformer without attention, which has large values to recompute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks with a loss."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(count)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.blocks(x), y)
+
+
+def wide(rows: int) -> tuple[nn.Module, Batch]:
+    """Return a model whose activations are larger than its parameters, and a mini-batch."""
+    torch.manual_seed(0)
+    return Blocks(32, 6), {"x": torch.randn(rows, 64, 32), "y": torch.randn(rows, 64, 32)}
