@@ -38,11 +38,10 @@ class Cutter:
     given: PipelineArguments
     batch_nbytes: int
 
-    def begins(self) -> tuple[int, ...]:
-        """Return the place at which each stage begins.
+    def begins(self) -> tuple[int, ...] | list[int]:
+        """Return the place at which each stage begins; if no cut fits, a list of the smallest budgets.
 
         Raises:
-            BudgetError: no cut fits.
             ValueError: there are more stages than places to cut, or `balance` has other places.
         """
         costs, forwards = self.step.costs, [order.open_forwards for order in self._orders()]
@@ -57,7 +56,7 @@ class Cutter:
         try:
             cut = best_cut(costs, self.given.budgets, forwards, us)
         except passes.BudgetError:
-            raise self._too_small(StageCut.of(self.step, unlimited)) from None
+            return self._smallest(StageCut.of(self.step, unlimited))
         return StageCut.of(self.step, cut).begins
 
     def planned(self, cut: StageCut) -> PlannedStage:
@@ -81,7 +80,7 @@ class Cutter:
         if stage is not None and not failures:
             return stage
         if all(text.startswith("BudgetError") for text in failures.values()):
-            raise self._budget_error([nbytes for _, nbytes in each])
+            raise self.budget_error([nbytes for _, nbytes in each])
         raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
 
     def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
@@ -109,10 +108,11 @@ class Cutter:
         rest = [borders[last + i * (len(borders) - 1 - last) // max(after, 1)] for i in range(after)]
         return StageCut(self.step, (*before, stage.begin, *rest))
 
-    def _too_small(self, cut: StageCut) -> BudgetError:
-        return self._budget_error([self._planner(cut, k).smallest() for k in range(self.group.stages)])
+    def _smallest(self, cut: StageCut) -> list[int]:
+        return [self._planner(cut, k).smallest() for k in range(self.group.stages)]
 
-    def _budget_error(self, smallest: list[int]) -> BudgetError:
+    def budget_error(self, smallest: list[int]) -> BudgetError:
+        """Return the error of stages that need these budgets."""
         budgets = self.given.budgets
         k = max(range(len(budgets)), key=lambda k: smallest[k] - budgets[k])
         return BudgetError(

@@ -157,10 +157,13 @@ class Pipeline:
         self.group.check_agreement([f"{PLANNING}: none failed", *step.ops])
         cutter = Cutter(self.module, step, self.group, self.given, batch_nbytes(args, kwargs))
         with self._reporting():
-            begins = cutter.begins() if self.group.rank == 0 else ()
+            found = cutter.begins() if self.group.rank == 0 else ()
         self.group.check_agreement([f"{PLANNING}: none failed"])
-        texts = self.group.share(json.dumps(begins).encode(), "exchange of the cut")
-        return cutter.planned(StageCut(step, tuple(json.loads(texts[0]))))
+        own = json.dumps([isinstance(found, tuple), found]).encode()
+        fits, numbers = json.loads(self.group.share(own, "exchange of the cut")[0])
+        if not fits:
+            raise cutter.budget_error(numbers)
+        return cutter.planned(StageCut(step, tuple(numbers)))
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

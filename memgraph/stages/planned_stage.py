@@ -6,6 +6,7 @@ trace of the stage, bytes, open forwards    ->    plan    ->    rewritten graph 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -24,7 +25,9 @@ from ..graph.summarize import Cost, summarize
 from ..profile.library_workspaces import add_library_workspaces
 from .action_order import StageOrder
 from .stage_budget import StageBudget
-from .stage_cut import GRADIENTS, StageCut
+from .stage_cut import StageCut
+
+ROLES: dict[str, Literal["output", "input_gradient"]] = {"output": "output", "watched": "input_gradient"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +109,10 @@ class StagePlanner:
         step = self.cut.step
         whole, graph = step.captured, stage_graph(step.captured.graph.graph, self._trace)
         known = dict(zip(input_names(whole), whole.inputs, strict=True))
-        inputs = tuple(
-            known.get(node.name) or Input(node.meta["kind"], node.name) for node in graph.find_nodes(op="placeholder")
-        )
+        inputs = tuple(known.get(node.name) or Input(node.meta["kind"]) for node in graph.find_nodes(op="placeholder"))
         names = iter(self.cut.gradient_names(self._trace))
         outputs = tuple(
-            Output("gradient", next(names)) if kind in GRADIENTS else Output(kind)  # type: ignore[arg-type]
+            Output("gradient", next(names)) if kind == "gradient" else Output(ROLES[kind])
             for kind, _ in self._trace.outputs
         )
         stage = replace(whole, graph=fx.GraphModule(whole.graph, graph), inputs=inputs, outputs=outputs)

@@ -15,8 +15,6 @@ from passes.stages.cut import Cut
 from .messages import Message
 from .whole_step import WholeStep
 
-GRADIENTS = ("gradient", "watched")  # kinds of outputs
-
 
 @dataclass(frozen=True, eq=False)
 class StageCut:
@@ -60,7 +58,7 @@ class StageCut:
 
     def gradient_names(self, trace: Trace) -> list[str]:
         """Return the parameters of the gradients that a stage makes, in the order of its outputs."""
-        return [self.step.gradients[value] for kind, value in trace.outputs if kind in GRADIENTS]
+        return [self.step.gradients[value] for kind, value in trace.outputs if kind == "gradient"]
 
     def shared(self, stage: int) -> list[str]:
         """Return the parameters of a stage whose gradients other stages make parts of."""
@@ -72,4 +70,4 @@ class StageCut:
         return next(k for k, trace in enumerate(self.traces) if wanted in trace.outputs)
 
     def _sent(self, trace: Trace) -> Sequence[tuple[str, str]]:
-        return [each for each in trace.outputs if each[0] not in GRADIENTS]
+        return [each for each in trace.outputs if each[0] != "gradient"]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from passes import Trace
+from passes.ir.liveness import RELEASED
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.places import Places
 from passes.stages.stage_trace import stage_trace
@@ -30,6 +31,8 @@ from ..profile.op_profiler import OpProfiler, kernel_modes_text
 from ..system.device import device_of, unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
+
+KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +68,7 @@ class WholeStep:
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
         trace = stage_trace(self.costs.places, begin, end, self.costs.sums)
-        outputs = tuple(("output" if kind == "released" else kind, value) for kind, value in trace.outputs)
+        outputs = ((KINDS.get(kind, kind), value) for kind, value in trace.outputs)
         return replace(trace, outputs=tuple(dict.fromkeys(outputs)))
 
 
@@ -86,7 +89,7 @@ def whole_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
     apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
     trace = summarize(graph, profiler)
-    outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] in ("gradient", "watched"))
+    outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] == "gradient")
     return WholeStep(captured, replace(trace, outputs=outputs), loss)
 
 
@@ -96,6 +99,7 @@ def _refuse(captured: Captured) -> None:
         CaptureError: stages are not built for such a step.
     """
     outputs = [role for role in captured.outputs if role.kind == "output"]
+    inputs = [role for role in captured.outputs if role.kind == "input_gradient"]
     results = returned_values(captured.graph.graph)
     scalars = [place for place in captured.tangents if _numel(results[place].meta["val"]) == 1]
     if len(outputs) == 0 or len(captured.tangents) != 1 or len(scalars) != 1:
@@ -104,6 +108,7 @@ def _refuse(captured: Captured) -> None:
             f"{len(captured.tangents)} tensors that need a gradient; give loss=, or let the model return its loss"
         )
     reasons = {
+        "is called with a tensor that requires a gradient": inputs,
         "branches on the value of a tensor": captured.guards,
         "has submodules that can't be traced": captured.opaque,
         "writes into a tensor of the batch": captured.rewritten,
