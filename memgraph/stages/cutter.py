@@ -56,6 +56,8 @@ class Cutter:
         try:
             cut = best_cut(costs, self.given.budgets, forwards, us)
         except passes.BudgetError:
+            if all(map(math.isfinite, map(us, unlimited.stages))):
+                return StageCut.of(self.step, unlimited).begins
             return self._smallest(StageCut.of(self.step, unlimited))
         return StageCut.of(self.step, cut).begins
 

@@ -7,7 +7,7 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from ..capture.capture import operands
 from ..errors import MemgraphError
+from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
+from ..guards.signature import signature
 from ..oss.comm.agreement import report_errors
+from ..tensors.pytree import flatten
 from .arguments import Budgets, PipelineArguments, checked, device_of_model
 from .chunks import Arguments, batch_nbytes, call_lines, chunked, mode_lines
 from .cutter import Cutter
@@ -77,14 +80,15 @@ class Pipeline:
         self.module, self.group, self.given = module, group, given
         self.device = device_of_model(module)
         self._stage: PlannedStage | None = None
-        self._kind: list[str] = []
+        self._key: Hashable = None  # of the calls that the stage is planned for
+        self._attributes = AttributeGuard(module)
         self._failed = False
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
         self._agree(args, kwargs)
         if self._stage is None:
-            self._stage, self._kind = self._planned(args, kwargs), self._described(args, kwargs)[0]
+            self._stage, self._key = self._planned(args, kwargs), self._call_key(args, kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run forward and backward of a mini-batch, and add to the gradients of this rank's stage.
@@ -139,11 +143,20 @@ class Pipeline:
             raise MemgraphError("an earlier step of this pipeline has failed; start again with a new process group")
         with self._reporting():
             kind, values = self._described(args, kwargs)
-            if self._stage is not None and kind != self._kind:
-                new = next(line for line in kind if line not in self._kind)
-                raise ValueError(f"a step of a pipeline is like the first one, and now there is {new}; make a new one")
+            if not torch.is_grad_enabled():
+                raise ValueError("a step of a pipeline trains, and gradients are disabled here")
+            if self._stage is not None and self._call_key(args, kwargs) != self._key:
+                raise ValueError(
+                    "a step of a pipeline is like the first one: this one has other shapes, types or strides in the "
+                    "mini-batch, or the model has other modes or attributes; make a new pipeline"
+                )
             chunked(args, kwargs, self.given.chunks)
         self.group.check_agreement([f"{PLANNING}: none failed", *kind, *values])
+
+    def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        leaves, spec = flatten((args, kwargs))
+        owned = [*self.module.parameters(), *self.module.buffers()]
+        return signature(self.module, owned, spec, leaves, self._attributes)
 
     def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
         kind, values = call_lines(args, kwargs)
@@ -155,6 +168,8 @@ class Pipeline:
         with self._reporting():
             step = whole_step(self.module, *first)
         self.group.check_agreement([f"{PLANNING}: none failed", *step.ops])
+        times = self.group.share(json.dumps([op.us for op in step.trace.ops]).encode(), "exchange of times")
+        step = step.with_times(json.loads(times[0]))
         cutter = Cutter(self.module, step, self.group, self.given, batch_nbytes(args, kwargs))
         with self._reporting():
             found = cutter.begins() if self.group.rank == 0 else ()

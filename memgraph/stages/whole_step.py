@@ -5,6 +5,7 @@ model(x, labels=y)   ->   Captured, and the costs of each stage that it can be c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from ..graph.gradient_sums import gradient_sums
 from ..graph.nodes import returned_values
 from ..graph.rewrite import fake_mode
 from ..graph.summarize import summarize
+from ..guards.signature import parameters_with_grad_hooks
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import libraries_nbytes
 from ..profile.op_profiler import OpProfiler, kernel_modes_text
@@ -65,6 +67,11 @@ class WholeStep:
                 todo += self.trace.op[name].reads if name in self.costs.sums else ()
         return names
 
+    def with_times(self, us: Sequence[float]) -> WholeStep:
+        """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
+        ops = (replace(op, us=time) for op, time in zip(self.trace.ops, us, strict=True))
+        return replace(self, trace=replace(self.trace, ops=tuple(ops)))
+
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
         trace = stage_trace(self.costs.places, begin, end, self.costs.sums)
@@ -79,6 +86,8 @@ def whole_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         CaptureError: it can't be captured, or is of a kind that can't be cut.
     """
     refuse_hooks(module)
+    if hooked := sorted(parameters_with_grad_hooks(module)):
+        raise CaptureError(f"stages add to gradients themselves, and the hook on that of {hooked[0]} would not run")
     with capturing(module):
         captured = capture(module, args, kwargs, wanted=select_losses)
     _refuse(captured)

@@ -123,6 +123,32 @@ class Branch(nn.Linear):
         return y.sum() if x.sum() > 0 else y.mean()
 
 
+def test_a_later_step_of_another_kind_is_refused() -> None:
+    model, batch = made("gpt2", 8)
+    pipe = memgraph.pipeline(model, "1GB", 4)
+    pipe.step(**batch)
+    gradient = next(pipe.parameters()).grad
+    assert gradient is not None
+    before = gradient.clone()
+    with pytest.raises(ValueError, match="other shapes"):
+        pipe.step(**{key: value[:4] for key, value in batch.items()})
+    with pytest.raises(ValueError, match="gradients are disabled"), torch.no_grad():
+        pipe.step(**batch)
+    model.eval()
+    with pytest.raises(ValueError, match="other modes"):
+        pipe.step(**batch)
+    model.train()
+    pipe.step(**batch)
+    assert torch.equal(gradient, 2 * before)
+
+
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    model, batch = made("gpt2", 8)
+    next(model.parameters()).register_hook(torch.sin)
+    with pytest.raises(memgraph.CaptureError, match="the hook"):
+        memgraph.pipeline(model, "1GB", 4).step(**batch)
+
+
 DIFFER = AgreementError.__name__
 REFUSED = {
     "model": (DIFFER, DIFFER),

@@ -1,0 +1,58 @@
+"""No rank exceeds its forecast, nor its budget; a second meter counts each of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memgraph
+from memgraph import BudgetError
+from tests.support.allocator_meter import compiler, preloaded
+from tests.support.ranks import on_ranks
+from tests.support.staged_models import in_turn, wide
+
+CASES = [
+    ("2", "4", "1f1b", "wide", "0.6"),
+    ("3", "4", "gpipe", "wide", "0.6"),
+    ("3", "4", "1f1b", "tied", "1.0"),
+    ("2", "4", "1f1b", "batch norm", "1.0"),
+]
+
+
+@pytest.mark.skipif(compiler() is None, reason="the second meter needs a C compiler")
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_each_rank_keeps_its_budget(tmp_path: Path, case: tuple[str, ...]) -> None:
+    child = [sys.executable, "-m", "tests.support.counted_stages", *case]
+    output = subprocess.run(child, env=preloaded(tmp_path), capture_output=True, text=True, timeout=300)
+    assert output.returncode == 0, output.stderr
+    rows = [json.loads(line) for line in output.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == int(case[0])
+    for row in rows:
+        assert row["kept"] < max(row["counted"]) <= row["forecast"] <= row["budget"]
+
+
+def _tight(rank: int, schedule: str) -> list[Any]:
+    """Return the smallest budgets as an error gives them, and the parameters with other gradients under these."""
+    model, batch = wide(8)
+    plain, _ = in_turn(model, batch, 4)
+    with pytest.raises(BudgetError) as caught:
+        memgraph.pipeline(model, "700KB", 4, schedule=schedule).step(**batch)
+    smallest = json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]")
+    pipe = memgraph.pipeline(model, smallest, 4, schedule=schedule)
+    pipe.step(**batch)
+    wanted = dict(plain.named_parameters())
+    wrong = [key for key, value in pipe.named_parameters() if not value.grad.equal(wanted[key].grad)]  # type: ignore[union-attr, arg-type]
+    plans = pipe._prepared.choice.plan  # type: ignore[attr-defined]
+    return [smallest, wrong, caught.value.smallest in smallest, len(plans) > 0, pipe.peak <= smallest[rank]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_smallest_budgets_work_with_equal_gradients(schedule: str) -> None:
+    results = on_ranks(2, _tight, schedule)
+    assert results[0][0] == results[1][0]
+    assert [each[1:] for each in results] == [[[], True, True, True]] * 2
