@@ -38,10 +38,9 @@ def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> d
     held = resident_bytes([*model.parameters(), *model.buffers(), *batch.values()])
     kept = held + resident_bytes(loose.parameters())
     budget = kept + int(share * (loose.peak - kept))
-    budgets = budget if share == 1.0 else loose.group.share(str(budget).encode(), "budgets")
-    pipe = memgraph.pipeline(
-        model, [int(each) for each in budgets] if share != 1.0 else "4GB", chunks, schedule=schedule
-    )
+    each = [int(text) for text in loose.group.share(str(budget).encode(), "budgets")]
+    given: Any = "4GB" if share == 1.0 else each
+    pipe = memgraph.pipeline(model, given, chunks, schedule=schedule)
     pipe.prepare(**batch)
     del loose
     gc.collect()

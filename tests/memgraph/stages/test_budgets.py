@@ -47,7 +47,7 @@ def _tight(rank: int, schedule: str) -> list[Any]:
     pipe.step(**batch)
     wanted = dict(plain.named_parameters())
     wrong = [key for key, value in pipe.named_parameters() if not value.grad.equal(wanted[key].grad)]  # type: ignore[union-attr, arg-type]
-    plans = pipe._prepared.choice.plan  # type: ignore[attr-defined]
+    plans = pipe._prepared.choice.plan
     return [smallest, wrong, caught.value.smallest in smallest, len(plans) > 0, pipe.peak <= smallest[rank]]
 
 

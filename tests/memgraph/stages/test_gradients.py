@@ -53,6 +53,12 @@ def test_gradients_are_those_of_the_plain_model(name: str, schedule: str, ranks:
         assert each[-1][2] == pytest.approx(each[-1][3], rel=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_skips_over_stages_block_no_rank(schedule: str) -> None:
+    for names, wrong, *_ in on_ranks(4, _gradients, "skips", schedule, 6):
+        assert (len(names) > 0, wrong) == (True, [])
+
+
 def test_a_process_without_a_group_is_one_stage() -> None:
     names, wrong, loss, expected = _gradients(0, "gpt2", "1f1b", 3)
     assert (len(names) > 30, wrong) == (True, [])
