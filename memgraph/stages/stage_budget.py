@@ -1,4 +1,4 @@
-"""What a rank holds besides the step of its stage.
+"""The bytes of a rank besides the step of its stage.
 
 the whole model, the mini-batch, gradients that are being sent    ->    bytes that its plan may not use
 """
