@@ -37,7 +37,6 @@ Log = Callable[[str], None]
 
 GOOD_GAP = 0.02  # no further pass runs once the gap is as small
 FAIR_GAP = 0.05  # nor does a search, which takes seconds
-QUICK_WORK = 15_000  # ops that a quick pass simulates in fine steps under a time limit: some hundred milliseconds
 
 
 def quiet(line: str) -> None:
@@ -69,13 +68,13 @@ class Pass:
         find: searches for a plan until a time.
         offloads: True if its plans may use the tier.
         worth_it: returns True if the pass may improve on a result that fits.
-        hurried: runs in the place of `find` under a time limit while nothing fits, even if time is up.
+        quick: takes little work; it runs to its end while nothing fits, even if time is up.
     """
 
     find: Find
     offloads: bool = False
     worth_it: Callable[[PlanResult], bool] = _always
-    hurried: Find | None = None
+    quick: bool = False
 
     @property
     def name(self) -> str:
@@ -91,13 +90,10 @@ PASSES: tuple[Pass, ...] = (
     Pass(cut_backward, worth_it=_recomputes_often_or_offloads),
     Pass(anneal, worth_it=_recomputes_often),
     Pass(rerun_chain),
-    Pass(greedy_plan, offloads=True, hurried=lambda trace, machine, _: greedy_plan(trace, machine, fine=QUICK_WORK)),
-    Pass(
-        greedy_plan_no_offload,
-        hurried=lambda trace, machine, _: greedy_plan_no_offload(trace, machine, fine=QUICK_WORK),
-    ),
+    Pass(greedy_plan, offloads=True, quick=True),
+    Pass(greedy_plan_no_offload, quick=True),
 )
-QUICK = tuple(each for each in PASSES if each.hurried)
+QUICK = tuple(each for each in PASSES if each.quick)
 
 
 def make_plan(
@@ -146,10 +142,10 @@ def _run(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log,
             is_slower = not each.offloads and best.forecast.us < best.captured.us + no_offload_us
             if is_late or is_slower or not each.worth_it(best):
                 continue
-        elif is_late and not each.hurried:
+        elif is_late and not each.quick:
             continue
-        find = each.hurried if each.hurried and not fits and until < math.inf else each.find
-        proposal = _retimed(find(trace, machine, until), trace, machine, until)
+        ends = math.inf if each.quick and not fits else until
+        proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
         best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
         log(f"{each.name:<16} {best.forecast}")
     return best
