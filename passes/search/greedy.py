@@ -25,9 +25,9 @@ from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, offloaded_nbytes, placement_of
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is moved between two simulations
-# Ops that are simulated in fine steps: about a second. In a loop over time, what is recomputed for each use needs all of
-# the loop before it. There a candidate grows to 40 times the step, and its plan is of no use.
-FINE = 50_000
+# Ops that are simulated in fine steps: some hundred milliseconds. In a loop over time, what is recomputed for each use
+# needs all of the loop before it: there a candidate grows to 40 times the step, and its plan is of no use.
+FINE = 20_000
 COARSE = 0.3  # the same once the work for fine steps is used up
 LAST = 3  # times the work for fine steps is simulated in all
 FEWEST = 4  # candidates that are simulated in any case
@@ -37,12 +37,13 @@ BLOCKING = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.CAST_OFFLOA
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
-def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: float = FINE) -> Plan:
+def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: float | None = None) -> Plan:
     """Return the plan of the first candidate on the way down that fits the budget; of the lowest, if none does.
 
-    It ends at `until`, as `time.monotonic` has it.  Once `fine` ops were simulated, its steps are coarse and few.
+    It ends at `until`, as `time.monotonic` has it.  Once `fine` ops were simulated, `FINE` by default, its steps are
+    coarse and few.
     """
-    gaps = ReuseGaps(trace)
+    gaps, fine = ReuseGaps(trace), FINE if fine is None else fine
     ops = LAST * max(fine, FEWEST * len(trace.ops))
     return greedy_from(gaps, machine, make_candidate(gaps, machine, {}), until, ops, fine).plan
 
@@ -67,7 +68,7 @@ def greedy_from(
     return lowest
 
 
-def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float = FINE) -> Plan:
+def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float | None = None) -> Plan:
     """The same without offload."""
     return greedy_plan(trace, machine.without_tier, until, fine) if machine.link.out else ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.lp.problem import PlanProblem
@@ -106,9 +107,10 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "greedy_plan"]
 
 
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
 @pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
-def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
-    share: float, part: float, monkeypatch: pytest.MonkeyPatch
+def test_a_quick_pass_simulates_few_ops_of_a_long_step(
+    share: float, part: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = layers(40)
     machine = Machine(int(share * predict(trace, Machine(0)).peak))
@@ -121,13 +123,13 @@ def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
         return state
 
     monkeypatch.setattr(greedy, "make_candidate", counted)
-    monkeypatch.setattr(pipeline, "QUICK_WORK", 2 * len(trace.ops))
+    monkeypatch.setattr(greedy, "FINE", 2 * len(trace.ops))
     with suppress(BudgetError):
-        assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
-    hurried = sum(simulated)
+        assert make_plan(trace, machine, QUICK, seconds=seconds).forecast.peak <= machine.budget
+    few = sum(simulated)
     simulated.clear()
-    greedy_plan(trace, machine)
-    assert hurried < part * sum(simulated)
+    greedy_plan(trace, machine, fine=math.inf)
+    assert few < part * sum(simulated)
 
 
 def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:
