@@ -16,7 +16,7 @@ from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, mak
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.lp.problem import PlanProblem
-from passes.pipeline import PASSES, QUICK, Pass
+from passes.pipeline import FITTING, PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
@@ -95,6 +95,26 @@ def test_without_time_a_quick_pass_plans() -> None:
     choice = make_plan(TRACE, TIGHT, log=lines.append, seconds=0.0)
     assert choice.forecast.peak <= TIGHT.budget
     assert [line.split()[0] for line in lines] == ["captured", "greedy_plan"]
+
+
+def test_where_any_plan_will_do_the_first_that_fits_ends_it() -> None:
+    lines: list[str] = []
+    choice = make_plan(TRACE, TIGHT, FITTING, lines.append)
+    assert choice.forecast.peak <= TIGHT.budget
+    assert [line.split()[0] for line in lines] == ["captured", "rerun_chain"]
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_pass_leaves_time_to_those_behind_it_while_nothing_fits(fits: bool) -> None:
+    ends: list[float] = []
+
+    def noted(trace: Trace, machine: Machine, until: float) -> Plan:
+        ends.append(until)
+        return ()
+
+    with suppress(BudgetError):
+        make_plan(TRACE, TIGHT, (*QUICK[: int(fits)], Pass(noted, share=0.5), Pass(noted)), seconds=LONG)
+    assert [round(end / LONG, 2) for end in ends] == [1.0 if fits else 0.5, 1.0]
 
 
 def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
