@@ -14,23 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-SYSTEM = random.Random()  # stands for the system's own source of random numbers
-
 
 def seed(number: int) -> None:
-    """Seed all that a model may draw from: generators of torch, Python and numpy, and what `torch.seed` reads.
+    """Seed all that a model may draw from: generators of torch, Python and numpy.
 
-    Reformer calls `torch.seed` in forward; no step of it could be compared with another.
+    Reformer calls `torch.seed` in forward. Its number depends on the last seed alone: with one from the system, no step
+    could be compared with another.
     """
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
-    SYSTEM.seed(number)
-    torch.seed = _seed
+    torch.seed = torch.random.seed = _seed
 
 
 def _seed() -> int:
-    drawn = SYSTEM.getrandbits(62)
+    drawn = (torch.default_generator.initial_seed() * 48271 + 1) % (1 << 31)
     torch.default_generator.manual_seed(drawn)
     return drawn
 

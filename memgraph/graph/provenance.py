@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ..system.frames import is_users_code
 
@@ -123,8 +124,12 @@ class ProvenanceTracer:
             self.running.append(self.paths.get(id(module), self.running[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self.thread:
-            self.running.pop()
+        if threading.get_ident() != self.thread:
+            return
+        for result in tree_leaves(output):  # a Function of the user's may have recorded no op of its own
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                self.places.setdefault(result.grad_fn._sequence_nr(), (self._place(), _part.get()))
+        self.running.pop()
 
     def _set_place(self, number: int) -> None:
         self.place, self.part = self.places.get(number, (self.place, self.part))

@@ -6,6 +6,7 @@ inputs           the tensors that a part reads
 results          the results of a part, apart from the numbers
 run              run a submodule on other tensors than its own
 eager_state      the modes and the state in which the submodule runs as in eager
+entropy_seeds    seeds from the system's entropy, taken again when forward runs again
 observed_ops     the bytes that ops make, and what they write to
 reach            facts of an autograd graph: which tensors a gradient reaches, and how often
 module_calls     take the calls of submodules

@@ -55,6 +55,8 @@ class OpaqueParts:
             self._choose_alike(around)
             return
         module = self._source(error)
+        if module in self.reasons:  # the one around it runs some of it by itself, in a backward of its own
+            module = self._around(module)
         if module is None or module is self.module or module in self._causes:
             raise error
         self._choose(module, error)

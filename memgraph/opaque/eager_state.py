@@ -103,14 +103,26 @@ class PythonState:
                 generator.set_state(state.get_state())
 
     @contextmanager
-    def in_place(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Run a block from this state, and restore what was before."""
-        now = PythonState.of(module, tensors)
-        self.restore()
+    def attributes_in_place(self, module: nn.Module) -> Iterator[None]:
+        """Run a block with these attributes, and restore those from before."""
+        now = AttributeSnapshot(module)
+        self.attributes.restore()
         try:
             yield
         finally:
             now.restore()
+
+    @contextmanager
+    def generators_in_place(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Run a block with these random generators, and restore those from before."""
+        now = PythonState.of(module, tensors)
+        self.restore_generators()
+        self.python.restore()
+        try:
+            yield
+        finally:
+            now.restore_generators()
+            now.python.restore()
 
 
 def _generators(module: nn.Module, tensors: Sequence[Tensor]) -> list[torch.Generator]:

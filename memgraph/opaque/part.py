@@ -25,10 +25,11 @@ from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
 from ..graph.result_layout import Layout, empty, layout
 from .eager_state import Modes, PythonState, eager_modes
+from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
 from .observed_ops import ObservedOps, TooManyBytesError, WriteError
 from .results import Results
-from .run import run
+from .run import accumulated_once, on_tensors, run
 
 NOT_MEASURED = MeasuredCost(0.0, 0)
 _running = threading.RLock()  # a submodule's parameters are replaced while it runs
@@ -41,6 +42,7 @@ class _Run:
     """The state that backward needs of its forward besides tensors."""
 
     before: PythonState
+    seeds: tuple[int, ...]
     sums: tuple[float, ...]
 
 
@@ -108,22 +110,23 @@ class OpaquePart:
     def gradients(self, tangents: Sequence[Tensor | None]) -> tuple[Layout, ...]:
         return self.backwards[tangents_key(tangents)].layouts
 
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> list[Tensor]:
+        """Run forward; `seeds` are those that an earlier run took from the system's entropy."""
         with _running:
             before = PythonState.of(self.module, tensors)
             try:
-                results = self._forward(tensors, before)
+                results = self._forward(tensors, before, seeds)
             except GuardFailed:
                 before.restore()
                 raise
             note_undo(before.restore)
             return results
 
-    def _forward(self, tensors: Sequence[Tensor], before: PythonState) -> list[Tensor]:
+    def _forward(self, tensors: Sequence[Tensor], before: PythonState, known: Sequence[int]) -> list[Tensor]:
         leaves = as_leaves(self.inputs, tensors)
         observed = ObservedOps(leaves, self.inputs.written, self.most_nbytes)
         try:
-            with eager_modes(self.modes), saved_tensors_hooks(drop, refuse_backward):
+            with eager_modes(self.modes), saved_tensors_hooks(drop, refuse_backward), entropy_seeds(known) as seeds:
                 ran = run(self.module, self.inputs, leaves, observed)
         except TooManyBytesError as error:
             _headroom[self.module] = HEADROOM
@@ -134,7 +137,9 @@ class OpaquePart:
             raise self._changed(ran.results.form)
         outputs = [strided(x, form) for x, form in zip(ran.outputs, self.expected.layouts, strict=True)]
         ticket = tensors[0].new_empty(0)
-        ticket.memgraph_run = _Run(before, _sums(outputs) if self.modes.grad else ())  # type: ignore[attr-defined]
+        ticket.memgraph_run = _Run(  # type: ignore[attr-defined]
+            before, tuple(seeds), _sums(outputs) if self.modes.grad else ()
+        )
         new = zip(self.inputs.written, self.written_layouts, strict=True)
         return [*outputs, *(strided(ran.written[place], form) for place, form in new), ticket]
 
@@ -154,30 +159,43 @@ class OpaquePart:
     def gradients_of(
         self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor
     ) -> dict[int, Tensor]:
-        """Run forward again, and return the gradients by position of the input."""
+        """Run forward again, and return the gradients by position of the input.
+
+        Generators change as in eager's backward: the second forward leaves them as they are.
+        """
         state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
-        with _running, state.before.in_place(self.module, tensors), eager_modes(self.modes):
-            return self._differentiated(tensors, tangents, state.sums)
+        leaves = as_leaves(self.inputs, tensors)
+        with _running, eager_modes(self.modes), state.before.attributes_in_place(self.module):
+            with state.before.generators_in_place(self.module, tensors), entropy_seeds(state.seeds):
+                ran = run(self.module, self.inputs, leaves)
+            if not _same_numbers(state.sums, _sums([output.detach() for output in ran.outputs])):
+                raise OpaqueError(
+                    f"{self.title} runs as it is, once in forward and again in backward, and has given other numbers "
+                    "the second time: let it depend on nothing but its arguments, parameters, buffers, attributes, "
+                    "and the generators of torch, numpy and random"
+                )
+            return self._differentiated(leaves, ran.outputs, tangents)
 
     def _differentiated(
-        self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], sums: Sequence[float]
+        self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
     ) -> dict[int, Tensor]:
-        leaves = as_leaves(self.inputs, tensors)
-        ran = run(self.module, self.inputs, leaves)
-        if not _same_numbers(sums, _sums([output.detach() for output in ran.outputs])):
-            raise OpaqueError(
-                f"{self.title} runs as it is, once in forward and again in backward, and has given other numbers the "
-                "second time: let it depend on nothing but its arguments, parameters, buffers, attributes, and the "
-                "generators of torch, numpy and random"
-            )
-        roots = [(x, tangent) for x, tangent in zip(ran.outputs, tangents, strict=True) if tangent is not None]
-        places = sorted(self.inputs.trained)
-        with eager_modes(self.modes.without_autocast()):
+        roots = [(x, tangent) for x, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        trained = {place: leaves[place] for place in sorted(self.inputs.trained)}
+        with (
+            eager_modes(self.modes.without_autocast()),
+            on_tensors(self.module, self.inputs, leaves),
+            accumulated_once(trained.values()),
+        ):
             found = torch.autograd.grad(
-                [x for x, _ in roots], [leaves[place] for place in places], [tangent for _, tangent in roots],
-                allow_unused=True,
-            )  # fmt: skip
-        return {place: gradient for place, gradient in zip(places, found, strict=True) if gradient is not None}
+                [x for x, _ in roots], list(trained.values()), [tangent for _, tangent in roots], allow_unused=True
+            )
+        gradients: dict[int, Tensor] = {}
+        for (place, leaf), gradient in zip(trained.items(), found, strict=True):
+            if gradient is not None and leaf.grad is not None:
+                raise CaptureError(f"its backward adds to the gradient of {self.inputs.label(place)} by itself")
+            if (one := gradient if gradient is not None else leaf.grad) is not None:
+                gradients[place] = one
+        return gradients
 
     def _changed(self, form: int = 0) -> GuardFailed:
         """Return the error for a call that differs from the recorded one; `form` is that of its results, if known."""

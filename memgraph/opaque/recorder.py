@@ -29,6 +29,7 @@ from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
 from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
+from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves, inputs_of
 from .module_calls import taken_calls
 from .observed_ops import ObservedOps, WriteError
@@ -94,12 +95,18 @@ class Recorder:
         with _disable_current_modes(), saved_tensor_hooks(are_off=False), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
-            found, us = timed_us(run, device)
-            _refuse_sparse(part, found)
-            places, layouts = tuple(found), tuple(map(layout, found.values()))
-            del found
-            part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
-            _, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
+            before = PythonState.of(part.module, recorded.tensors)
+            try:
+                found, us = timed_us(run, device)
+                _refuse_sparse(part, found)
+                places, layouts = tuple(found), tuple(map(layout, found.values()))
+                del found
+                part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
+                _, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
+            except CaptureError as error:
+                raise NotOpaqueError(part.path, part.module, error) from error
+            finally:
+                before.restore()
         part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(headroom * workspace)))
         return part.backwards[key]
 
@@ -117,7 +124,8 @@ class Recorder:
         before, attached = PythonState.of(module, tensors), _attached(module)
         modes, headroom = Modes.now(tensors[0].device), headroom_of(module)
         with _disable_current_modes(), self.as_in_eager(), saved_tensors_hooks(drop, refuse_backward):
-            first, nbytes, us = _first_run(module, inputs, tensors, modes)
+            with entropy_seeds() as seeds:
+                first, nbytes, us = _first_run(module, inputs, tensors, modes)
             written = tuple(sorted(first.written))
             part = OpaquePart(
                 path, module, reason, replace(inputs, written=written), first.results, modes, headroom * nbytes,
@@ -125,7 +133,7 @@ class Recorder:
             )  # fmt: skip
             before.restore()
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
-            results, workspace = _measured(lambda: part.forward(kept), tensors[0].device)
+            results, workspace = _measured(lambda: part.forward(kept, seeds), tensors[0].device)
             _refuse_other(results, [*first.outputs, *(first.written[place] for place in written)])
             before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:

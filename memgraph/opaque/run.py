@@ -1,11 +1,12 @@
 """Run a submodule on other tensors than its own.
 
-run(layer, inputs, [w, b, x])   ->   layer(x), with w and b in the place of its weight and bias
+run(layer, inputs, [w, b, x])             ->   layer(x), with w and b in the place of its weight and bias
+with on_tensors(layer, inputs, ...): ...  ->   what backward calls of the layer finds w and b as well
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,9 +37,8 @@ def run(
     Raises:
         CaptureError: an op can't do what this call does.
     """
-    own = {name: leaves[place] for name, place in inputs.names.items()}
     args, kwargs = unflatten([leaves[x.position] if isinstance(x, Place) else x for x in inputs.leaves], inputs.spec)
-    with _own_weight_lists(module), stateless._reparametrize_module(module, own):
+    with on_tensors(module, inputs, leaves):
         with observed or nullcontext():
             result = module(*args, **kwargs)
         _refuse_changed_arguments((args, kwargs), inputs, leaves)
@@ -47,6 +47,39 @@ def run(
             if (assigned := _attribute(module, name)) is not leaves[place]:
                 written[place] = _assignable(assigned, leaves[place], name)
     return Ran(*results_of(result, leaves), written)
+
+
+@contextmanager
+def on_tensors(module: nn.Module, inputs: Inputs, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Put these tensors in the place of the submodule's own in a block."""
+    own = {name: leaves[place] for name, place in inputs.names.items()}
+    with _own_weight_lists(module), stateless._reparametrize_module(module, own):
+        yield
+
+
+@contextmanager
+def accumulated_once(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Refuse a backward in the block that adds several gradients to the `.grad` of a leaf.
+
+    A reversible layer differentiates by itself, in the backward of a node. Eager would add these gradients one by one
+    to an existing one.
+
+    Raises:
+        CaptureError: there are several.
+    """
+    added = set[Tensor]()
+
+    def count(leaf: Tensor) -> None:
+        if leaf in added:
+            raise CaptureError("its backward adds several gradients of a parameter by itself")
+        added.add(leaf)
+
+    hooks = [leaf.register_post_accumulate_grad_hook(count) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _refuse_changed_arguments(arguments: Any, inputs: Inputs, leaves: Sequence[Tensor]) -> None:
