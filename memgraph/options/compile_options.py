@@ -56,7 +56,7 @@ class CompileArguments(PlanArguments, total=False):
 
 # Seconds by default: a first call of 20,000 ops, which are rewritten and run as well, takes less than a minute.
 FIRST_CALL_S = 40.0  # of capture and planning
-LEAST_S = 15.0  # of planning, however long capture took
+LEAST_S = 10.0  # of planning, however long capture took
 
 
 @dataclass(frozen=True)

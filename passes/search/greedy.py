@@ -28,8 +28,9 @@ GRAIN = 0.04  # of the movable bytes at the first peak: what is moved between tw
 # Ops that are simulated in fine steps: some hundred milliseconds. In a loop over time, what is recomputed for each use
 # needs all of the loop before it: there a candidate grows to 40 times the step, and its plan is of no use.
 FINE = 20_000
-COARSE = 0.3  # the same once the work for fine steps is used up
+COARSE = 0.12  # the same once the work for fine steps is used up
 LAST = 3  # times the work for fine steps is simulated in all
+HALVED = 16  # parts of the changes between two neighbours, of which the last one is enough
 FEWEST = 4  # candidates that are simulated in any case
 COPIED = (*OFFLOADED, *STATE_OFFLOADED)
 BLOCKING_STATE = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.STREAM: Placement.OFFLOAD_BLOCKING}
@@ -148,7 +149,7 @@ def _halfway(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candid
     """Return a candidate between two neighbours that fits, near the first one, in few simulations."""
     new = [(storage, each) for storage, each in after.placements.items() if before.placements.get(storage) is not each]
     too_few, enough = 0, len(new)
-    while enough - too_few > 1 and time.monotonic() < until:
+    while enough - too_few > max(1, len(new) // HALVED) and time.monotonic() < until:
         middle = (too_few + enough) // 2
         candidate = make_candidate(gaps, machine, before.placements | dict(new[:middle]))
         if candidate.peak <= machine.budget:
