@@ -25,12 +25,12 @@ from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, offloaded_nbytes, placement_of
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is moved between two simulations
-# Ops that are simulated in fine steps: some hundred milliseconds. In a loop over time, what is recomputed for each use
+# Ops that are simulated in fine steps: some hundred milliseconds.  In a loop over time, what is recomputed for each use
 # needs all of the loop before it: there a candidate grows to 40 times the step, and its plan is of no use.
 FINE = 20_000
 COARSE = 0.12  # the same once the work for fine steps is used up
 LAST = 3  # times the work for fine steps is simulated in all
-HALVED = 16  # parts of the changes between two neighbours, of which the last one is enough
+HALVED = 16  # the change to a neighbour that is known is found to this part of all between the two
 FEWEST = 4  # candidates that are simulated in any case
 COPIED = (*OFFLOADED, *STATE_OFFLOADED)
 BLOCKING_STATE = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.STREAM: Placement.OFFLOAD_BLOCKING}
