@@ -12,7 +12,8 @@ user_checkpoint       torch.utils.checkpoint and fused layers in a trace
 joint                 first trace: forward and backward, op by op
 floats                captures in which floats are inputs
 sizes                 captures in which lengths are symbols
-inplace               in-place ops on temporaries as functional ops
+inplace               in-place ops on values of the step as functional ops
+written_views         a write into part of a value as a new value of the whole
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients
 assemble              a `Captured` from the graph and its roles

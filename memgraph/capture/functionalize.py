@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
-from ..graph.nodes import is_check, returned_values, written_inputs
+from ..graph.nodes import is_check, is_random, returned_values, written_inputs
 from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
@@ -52,6 +52,7 @@ def functionalize(joint: JointGraph, call: Call) -> FunctionalGraph:
 
 
 def _functional(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
+    _refuse_scattered_draws(joint.graph.graph, joint.mode)
     if replace_inplace(joint.graph.graph, joint.mode):
         results, assigned = _split_results(joint.graph, len(joint.outputs))
         return FunctionalGraph(joint.graph, results, dict(zip(joint.assigned, assigned, strict=True)))
@@ -66,6 +67,19 @@ def _functional(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
     placeholders = graph.graph.find_nodes(op="placeholder")
     changed = {i: node for i, node in zip(replay.state, last, strict=True) if node is not placeholders[i]}
     return FunctionalGraph(graph, results, changed | dict(zip(joint.assigned, assigned, strict=True)))
+
+
+def _refuse_scattered_draws(graph: fx.Graph, mode: ConstantFakeMode) -> None:
+    """Raise if an op draws into elements that are not adjacent: those of a new value are, and would be others."""
+    for node in filter(is_random, graph.nodes):
+        with mode:
+            values = [written.meta["val"] for written in written_inputs(node)]
+            scattered = [value for value in values if torch.empty_like(value).stride() != value.stride()]
+        if scattered:
+            raise CaptureError(
+                f"{node.meta[PROVENANCE]['where']} draws random numbers in place into elements of a tensor that are "
+                "not adjacent, as x[:, ::2].normal_() does: draw them into a tensor of their own, and copy it"
+            )
 
 
 # Of what is results out, by place, what forward has made; and what the inputs hold when it has ended.

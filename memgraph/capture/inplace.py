@@ -1,8 +1,10 @@
-"""Replace in-place ops on values that are not read later by their functional form.
+"""Replace in-place ops on values that forward or backward makes by their functional form.
 
     e = empty_like(x)                 e = empty_like(x)
     b = bernoulli_(e, p)      ->      b = bernoulli(e, p)
     d = div_(b, q)                    d = div(b, q)
+
+    copy_(slice(x, 1, 1), y)  ->      s = slice_scatter(x, y, 1, 1), which later ops read for x
 
     i, f = unsafe_split(gates, n)     i, f = unsafe_split(gates, n)
     s = sigmoid_(i)           ->      s = sigmoid(i); l = laid(s, i's strides)
@@ -24,6 +26,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
 from ..graph.nodes import argument_types, aten, changes_inputs, fake_result, storages, written_inputs
+from .written_views import ViewWriter, base_of
 
 # Their results share no element. Whoever calls these promises to read the whole no more once a part has changed.
 SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
@@ -76,8 +79,12 @@ class _InplaceRewriter:
 
     def _replace(self, node: fx.Node) -> bool:
         written, target, before = written_inputs(node), _functional(node.target), node.meta["val"]
-        if target is None or len(written) != 1 or not self._is_last_use(written[0], node):
+        if target is None or len(written) != 1:
             return False
+        if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+            return self._replace_view(node, written[0], target)
+        if not self._is_last_use(written[0], node):
+            return self._replace_whole(node, written[0], target)
         inplace = node.target, node.args
         node.target, node.args = target, (*node.args, *_omitted(node))
         new = fake_result(node, self.mode)
@@ -91,6 +98,58 @@ class _InplaceRewriter:
         if not has_same_strides:
             self._restore_strides(node, before)
         return True
+
+    def _replace_view(self, node: fx.Node, written: fx.Node, target: OpOverload) -> bool:
+        """Replace an op that changes sizes and strides of a tensor by a view, if the tensor is not read as before."""
+        if written.op != "call_function" or any(self.place[user] > self.place[node] for user in written.users):
+            return False
+        node.target = target
+        node.meta["val"] = fake_result(node, self.mode)
+        return True
+
+    def _replace_whole(self, node: fx.Node, written: fx.Node, target: OpOverload) -> bool:
+        """Replace a write into a value that is read later through others that hold it, by new values of these."""
+        base = base_of(written)
+        if base is None:
+            return False
+        later = self._read_later(base, self.place[node])
+        if later is None:
+            return False
+        inplace, before, writer = (node.target, node.args), node.meta["val"], ViewWriter(node, self.mode)
+        node.target, node.args = target, (*node.args, *_omitted(node))
+        try:
+            node.meta["val"] = fake_result(node, self.mode)
+            whole = writer.insert_whole(written)
+            if _form(whole) != _form(base):
+                raise RuntimeError("the whole would have other strides")
+            new = {holder: writer.insert_view(holder, base, whole) for holder in later}
+            new[node] = writer.insert_view(written, base, whole)
+        except RuntimeError:
+            writer.remove()
+            (node.target, node.args), node.meta["val"] = inplace, before
+            return False
+        self._redirect(node, base, new, writer.inserted)
+        return True
+
+    def _read_later(self, base: fx.Node, now: int) -> list[fx.Node] | None:
+        """Return the earlier nodes with the storage of `base` that are read after `now`; None if one has others too."""
+        (storage,) = storages(base)
+        holders = dict.fromkeys(holder for holder in self.holders[storage] if storage in storages(holder))
+        if any(storages(holder) != {storage} for holder in holders):
+            return None
+        earlier = [holder for holder in holders if self.place[holder] < now]
+        return [holder for holder in earlier if any(self.place[user] > now for user in holder.users)]
+
+    def _redirect(self, node: fx.Node, base: fx.Node, new: dict[fx.Node, fx.Node], inserted: list[fx.Node]) -> None:
+        """Let what reads one of these values after `node` read its new one."""
+        now = self.place[node]
+        self.split |= storages(base)
+        for value in [node, *inserted]:
+            self.place[value] = now
+            self._add_holder(value)
+        for holder, value in new.items():
+            if value is not holder:
+                holder.replace_all_uses_with(value, delete_user_cb=lambda user: self.place[user] > now)
 
     def _may_copy(self, written: fx.Node) -> bool:
         """Return True if nothing else holds the elements that are written, so that a copy may take their place."""
@@ -129,6 +188,11 @@ class _InplaceRewriter:
             self.holders.setdefault(storage, []).append(node)
 
 
+def _form(node: fx.Node) -> object:
+    value: Tensor = node.meta["val"]
+    return value.dtype, value.shape, value.stride(), value.storage_offset()
+
+
 def _is_part(node: fx.Node) -> bool:
     """Return True if the node is one of the parts of a split."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SPLITS
@@ -140,15 +204,19 @@ def _are_disjoint(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _functional(target: Any) -> OpOverload | None:
-    """Return `aten.div.Scalar` for `aten.div_.Scalar`; None if there is no such op."""
+    """Return `aten.div.Scalar` for `aten.div_.Scalar`, and the view for `aten.t_`; None if there is no such op."""
     if not isinstance(target, OpOverload) or not target._opname.endswith("_"):
         return None
     packet = getattr(getattr(torch.ops, target.namespace), target._opname[:-1], None)
+    changes_sizes = torch.Tag.inplace_view in target.tags
     for name in packet.overloads() if packet is not None else ():
         overload = getattr(packet, name)
         schema = overload._schema
-        is_functional = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
-        if is_functional and argument_types(overload) == argument_types(target):
+        if (
+            not schema.is_mutable
+            and argument_types(overload) == argument_types(target)
+            and (any(result.alias_info is not None for result in schema.returns) == changes_sizes)
+        ):
             return overload
     return None
 
