@@ -37,7 +37,6 @@ Log = Callable[[str], None]
 
 GOOD_GAP = 0.02  # no further pass runs once the gap is as small
 FAIR_GAP = 0.05  # nor does a search, which takes seconds
-QUICK_WORK = 15_000  # ops that a quick pass simulates in fine steps under a time limit: some hundred milliseconds
 
 
 def quiet(line: str) -> None:
@@ -46,6 +45,10 @@ def quiet(line: str) -> None:
 
 def _always(best: PlanResult) -> bool:
     return True
+
+
+def _never(best: PlanResult) -> bool:
+    return False
 
 
 def _gap_is_large(best: PlanResult) -> bool:
@@ -69,13 +72,15 @@ class Pass:
         find: searches for a plan until a time.
         offloads: True if its plans may use the tier.
         worth_it: returns True if the pass may improve on a result that fits.
-        hurried: runs in the place of `find` under a time limit while nothing fits, even if time is up.
+        share: of the time that is left, while nothing fits: those behind it may find what it does not.
+        quick: takes little work; it runs to its end while nothing fits, even if time is up.
     """
 
     find: Find
     offloads: bool = False
     worth_it: Callable[[PlanResult], bool] = _always
-    hurried: Find | None = None
+    share: float = 1.0
+    quick: bool = False
 
     @property
     def name(self) -> str:
@@ -83,21 +88,20 @@ class Pass:
 
 
 # Without casts plans are easier to find; without offloading even more so, and the staging of copies is spared.  The
-# next three recompute values more often: phase by phase, value by value, and slice by slice.
+# next two recompute values more often, phase by phase and value by value; so does the last one, slice by slice.
 PASSES: tuple[Pass, ...] = (
     Pass(optimize, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_no_offload, worth_it=_gap_is_large),
-    Pass(cut_backward, worth_it=_recomputes_often_or_offloads),
+    Pass(cut_backward, worth_it=_recomputes_often_or_offloads, share=0.5),
     Pass(anneal, worth_it=_recomputes_often),
-    Pass(rerun_chain),
-    Pass(greedy_plan, offloads=True, hurried=lambda trace, machine, _: greedy_plan(trace, machine, fine=QUICK_WORK)),
-    Pass(
-        greedy_plan_no_offload,
-        hurried=lambda trace, machine, _: greedy_plan_no_offload(trace, machine, fine=QUICK_WORK),
-    ),
+    Pass(greedy_plan, offloads=True, quick=True),
+    Pass(greedy_plan_no_offload, quick=True),
+    Pass(rerun_chain, quick=True),
 )
-QUICK = tuple(each for each in PASSES if each.hurried)
+QUICK = tuple(each for each in PASSES if each.quick)
+# Any plan that fits will do.  For a loop over time the last one is the quickest to find it.
+FITTING = tuple(replace(each, worth_it=_never) for each in reversed(QUICK))
 
 
 def make_plan(
@@ -123,6 +127,8 @@ def make_plan(
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
+    if seconds and time.monotonic() >= until:
+        text += "\nPlanning ended at its time limit; with a longer one, time_limit=, a smaller budget may do"
     more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
@@ -146,13 +152,19 @@ def _run(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log,
             is_slower = not each.offloads and best.forecast.us < best.captured.us + no_offload_us
             if is_late or is_slower or not each.worth_it(best):
                 continue
-        elif is_late and not each.hurried:
+        elif is_late and not each.quick:
             continue
-        find = each.hurried if each.hurried and not fits and until < math.inf else each.find
-        proposal = _retimed(find(trace, machine, until), trace, machine, until)
+        ends = until if fits else _end(each, until)
+        proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
         best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
         log(f"{each.name:<16} {best.forecast}")
     return best
+
+
+def _end(each: Pass, until: float) -> float:
+    """Return when a pass has to end while nothing fits."""
+    now = time.monotonic()
+    return math.inf if each.quick else now + each.share * (until - now)
 
 
 def _retimed(found: Plan | Proposal, trace: Trace, machine: Machine, until: float) -> Proposal:

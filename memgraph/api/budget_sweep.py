@@ -12,6 +12,7 @@ The module is captured and priced once, and planned once for each budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,7 +52,7 @@ def sweep(
         budgets: the budgets to plan for, each as in `compile`; by default what the step needs without a plan, the
             smallest budget for which there is a plan, and 12 evenly spaced between them.  A budget without a plan is a
             point that does not fit.
-        time_limit: seconds for each plan.
+        time_limit: seconds for each plan; None for no limit.
 
     Raises:
         TypeError, ValueError, SpillError, CaptureError, FusedError: as `compile` and its first call.
@@ -67,7 +68,9 @@ def sweep(
     wanted = given and [budget_nbytes(check_argument("budget", one), planner.target.device) for one in given]
     args, kwargs = on_device(planner.module, args, kwargs, microbatches)
     trace, machine = planner.price(args, kwargs, planner.options.outputs)  # one byte of budget: links are measured
-    return _BudgetPlans(trace, machine, planner.options.time_limit, planner.options.forwards).sweep(wanted)
+    limit = planner.options.time_limit
+    seconds = math.inf if limit is None else limit
+    return _BudgetPlans(trace, machine, seconds, planner.options.forwards).sweep(wanted)
 
 
 class _BudgetPlans:

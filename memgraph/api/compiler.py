@@ -70,7 +70,7 @@ def compile(
         plan: a saved plan, its JSON text, the path of a file with it, or a list of them, one for each kind of call.
             No plan is searched for then, and a call that fits no given plan is refused.
         time_limit: seconds after capture after which planning takes the best plan so far; 0 runs the quick, greedy
-            pass only.
+            pass only, math.inf has no limit.  By default capture and planning take 40 s, and planning at least 10.
         wire_dtype: torch.bfloat16 allows rounding float32 activations while they are offloaded, where that pays;
             gradients are then no longer bit-equal.  With None nothing is rounded.
         microbatches: the number of parts in which `model` takes its batch.  Gradients are those of the whole batch up

@@ -68,7 +68,7 @@ COMPILE_RULES: Mapping[str, Rule] = {
     ),
     "time_limit": Rule(
         (float, NoneType),
-        "give seconds, 0 for the quickest plan, or None for no limit",
+        "give seconds, 0 for the quickest plan, math.inf for no limit, or None for the default",
         lambda seconds: seconds >= 0,
     ),
     "wire_dtype": Rule((torch.dtype, NoneType), "give torch.bfloat16, or None for no cast"),

@@ -1,7 +1,7 @@
 """The options of one call of `compile`, `plan` or `sweep`, checked and converted.
 
     budget="8GB", time_limit=None, wire_dtype=torch.bfloat16
-    ->   CompileOptions("8GB", time_limit=inf, wire_dtype="bf16")
+    ->   CompileOptions("8GB", time_limit=None, wire_dtype="bf16")
 
 Checks that need the model or the device are made where those are known.
 """
@@ -54,13 +54,18 @@ class CompileArguments(PlanArguments, total=False):
     reduction: str | None
 
 
+# Seconds by default: a first call of 20,000 ops, which are rewritten and run as well, takes less than a minute.
+FIRST_CALL_S = 40.0  # of capture and planning
+LEAST_S = 10.0  # of planning, however long capture took
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """The options of a planner; see `memgraph.compile`.
 
     Attributes:
         plans: saved plans, used instead of a search.
-        time_limit: seconds of planning, infinity without a limit.
+        time_limit: seconds of planning; infinity without a limit, None for the default.
         wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
         pinned: the most bytes of pinned host memory; None for the default.
         opaque: paths of submodules that run as they are; True for those that can't be traced, False for none.
@@ -72,7 +77,7 @@ class CompileOptions:
     offload: str | None = "auto"
     spill_dir: str | PathLike[str] | None = None
     plans: tuple[SavedPlan, ...] = ()
-    time_limit: float = math.inf
+    time_limit: float | None = None
     fuse_update: bool = False
     wire_dtype: str = ""
     lower: str | None = None
@@ -89,6 +94,12 @@ class CompileOptions:
         """Everything that a search depends on besides the step and the machine."""
         planned = self.time_limit, self.forwards, self.offload, self.fuse_update, self.wire_dtype, self.lower
         return *planned, self.host_update, self.pinned, self.cuda_graphs
+
+    def planning_s(self, captured_s: float = math.inf) -> float:
+        """Return the seconds of planning after a capture of so many; without a capture, the least."""
+        if self.time_limit is not None:
+            return self.time_limit
+        return max(LEAST_S, FIRST_CALL_S - captured_s)
 
     @property
     def outputs(self) -> OutputSelector:
@@ -107,7 +118,6 @@ def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOpti
     if checked["spill_dir"] is not None:
         spill_folder(checked["spill_dir"])
     converted = {
-        "time_limit": math.inf if checked["time_limit"] is None else checked["time_limit"],
         "wire_dtype": wire_name(checked["wire_dtype"]),
         "plans": _plans(saved),
         "pinned": pinned_nbytes(checked["pinned"]),

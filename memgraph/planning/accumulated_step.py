@@ -8,6 +8,8 @@ without room for that is reported before the first step.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,14 +20,13 @@ import passes
 from passes import BrokenTrace, Machine, Op, Plan, PlanResult, Storage, Trace, apply, check, make_plan, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
-from passes.pipeline import QUICK
+from passes.pipeline import FITTING
 
 from ..profile.memory_meter import resident_bytes
 from ..runtime.released_outputs import most_released, search_with_released
 from ..system.user_warning import warn_user
 
 LEFT = "left_gradients"
-LARGE = 3000  # ops; with 5,000 of them, a loop over time, the search took 5 s of CPU and the quick passes 21 s
 Search = Callable[[Trace, Machine], PlanResult]
 
 
@@ -42,22 +43,25 @@ class AccumulatedStep:
     plan: Plan | None = None
 
 
-def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search) -> AccumulatedStep:
+def plan_accumulated(
+    trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search, until: float = math.inf
+) -> AccumulatedStep:
     """Find a plan of the step that adds to gradients.
 
     First come `tries`, plans that are known, then the quick passes, and at last `search`, unless a lower bound excludes
-    that it finds one.  Without tries, and for a large step, there is only the search.
+    that it finds one, or time is up, in seconds of `time.monotonic`.  Without tries there is only the search.
     """
     for known in tries:
         peak = peak_with(known, trace, machine)
         if peak is not None and peak <= machine.budget:
             return AccumulatedStep(peak, known)
-    for find in (_quick, search) if tries and len(trace.ops) < LARGE else (search,):
+    for find in (_quick, search) if tries else (search,):
         try:
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            if PlanProblem(ReuseGaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
+            floor = PlanProblem(ReuseGaps(most_released(trace)), machine).floor.max(initial=0)
+            if floor > machine.budget or time.monotonic() >= until:
                 break
         else:
             return AccumulatedStep(choice.forecast.peak, choice.plan)
@@ -112,4 +116,4 @@ def or_known(search: Search, plan: Plan | None) -> Search:
 
 
 def _quick(trace: Trace, machine: Machine) -> PlanResult:
-    return search_with_released(lambda trace, machine: make_plan(trace, machine, QUICK), trace, machine)
+    return search_with_released(lambda trace, machine: make_plan(trace, machine, FITTING), trace, machine)

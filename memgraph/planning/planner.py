@@ -106,7 +106,8 @@ class Planner:
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)
             refuse_value_run(call, graph.captured.value_run_nbytes, graph.target.budget)
-            captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
+            captured_s = time.perf_counter() - began
+            until = time.monotonic() + self.options.planning_s(captured_s)
             progress.bound(until)
             nearby = general.nearby if isinstance(general, KnownLength) else None
             pricing = Pricing(self.module, self.options, self.state, progress, until, nearby)
@@ -145,7 +146,8 @@ class Planner:
         def plan() -> AccumulatedStep:
             trace, machine = pricing(later)
             tries = ((), result.plan) if alone else ()
-            return plan_accumulated(trace, machine, tries, partial(graph.ranks.choose, search=search))
+            until = math.inf if graph.ranks.plan_together else search.until  # ranks end at different times
+            return plan_accumulated(trace, machine, tries, partial(graph.ranks.choose, search=search), until)
 
         if alone and not graph.ranks.plan_together:
             hooked = tuple(sorted(parameters_with_grad_hooks(self.module)))

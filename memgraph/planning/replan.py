@@ -61,7 +61,7 @@ class Replanner:
         if not choice.plan or self.options.plans or is_kept:
             return step
         with Progress() as progress:
-            search = PlanSearch(self.options, progress, time.monotonic() + self.options.time_limit)
+            search = PlanSearch(self.options, progress, time.monotonic() + self.options.planning_s())
             better = replanned(choice, trace, measured, search.search)
         remember(*key, better or choice, final=True)
         if better is None:

@@ -25,8 +25,12 @@ from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, offloaded_nbytes, placement_of
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is moved between two simulations
-COARSE = 0.3  # the same once the work for fine steps is used up
+# Ops that are simulated in fine steps: some hundred milliseconds.  In a loop over time, what is recomputed for each use
+# needs all of the loop before it: there a candidate grows to 40 times the step, and its plan is of no use.
+FINE = 20_000
+COARSE = 0.12  # the same once the work for fine steps is used up
 LAST = 3  # times the work for fine steps is simulated in all
+HALVED = 16  # the change to a neighbour that is known is found to this part of all between the two
 FEWEST = 4  # candidates that are simulated in any case
 COPIED = (*OFFLOADED, *STATE_OFFLOADED)
 BLOCKING_STATE = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.STREAM: Placement.OFFLOAD_BLOCKING}
@@ -34,12 +38,13 @@ BLOCKING = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.CAST_OFFLOA
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
-def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
+def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: float | None = None) -> Plan:
     """Return the plan of the first candidate on the way down that fits the budget; of the lowest, if none does.
 
-    It ends at `until`, as `time.monotonic` has it.  Once `fine` ops were simulated, its steps are coarse and few.
+    It ends at `until`, as `time.monotonic` has it.  Once `fine` ops were simulated, `FINE` by default, its steps are
+    coarse and few.
     """
-    gaps = ReuseGaps(trace)
+    gaps, fine = ReuseGaps(trace), FINE if fine is None else fine
     ops = LAST * max(fine, FEWEST * len(trace.ops))
     return greedy_from(gaps, machine, make_candidate(gaps, machine, {}), until, ops, fine).plan
 
@@ -64,7 +69,7 @@ def greedy_from(
     return lowest
 
 
-def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
+def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float | None = None) -> Plan:
     """The same without offload."""
     return greedy_plan(trace, machine.without_tier, until, fine) if machine.link.out else ()
 
@@ -144,7 +149,7 @@ def _halfway(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candid
     """Return a candidate between two neighbours that fits, near the first one, in few simulations."""
     new = [(storage, each) for storage, each in after.placements.items() if before.placements.get(storage) is not each]
     too_few, enough = 0, len(new)
-    while enough - too_few > 1 and time.monotonic() < until:
+    while enough - too_few > max(1, len(new) // HALVED) and time.monotonic() < until:
         middle = (too_few + enough) // 2
         candidate = make_candidate(gaps, machine, before.placements | dict(new[:middle]))
         if candidate.peak <= machine.budget:

@@ -26,7 +26,7 @@ from ..simulate.plan_result import Proposal
 from .local_search import PlacementSwap, local_search
 from .rounding_search import RoundingSearch
 from .state_search import plan_with_state
-from .work import PROVING, WorkLimits
+from .work import PROVING, RELAXING, WorkLimits
 
 LARGE = 5_000  # columns: with more, a search with none fixed takes too long
 # Thresholds as shares of the step.  First the columns between their ends are rounded, which is mostly enough.  Plans of
@@ -78,7 +78,8 @@ class Optimizer:
     def run(self) -> Proposal:
         """Return the best plan, and the bounds."""
         search, lp = self.search, self.search.model.lp
-        relaxed = search.start(PROVING * self.work.total if search.reads_offloaded_state else INFINITY)
+        share = PROVING if search.reads_offloaded_state else RELAXING
+        relaxed = search.start(share * self.work.total)
         if relaxed is None:
             return Proposal((), any_us=self.incumbent.any_us)
         is_large = len(lp.costs) > LARGE

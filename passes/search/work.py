@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ..lp.solver import INFINITY
 
 WORK_PER_OP = 200_000  # of all searches of a pass
-FEW = 1_000  # ops: a shorter step may take as much work as this many, as far as its time pays for it
+FEW = 1_000  # ops: as far as its time pays for it, a shorter step takes the work of so many, a longer one that of all
 WORK_PER_US = 1_000  # of the step: what its searches take is then about 40 steps
 NARROW = 1 / 6  # of what the ops allow, for one search that a wider one follows: it mostly makes that superfluous
+RELAXING = 4  # times the total, for solving rows of backward; beyond that, plans of the class are hardly found
 # Shares of the total for solving rows of backward, where ops read offloaded state.  There they raise the bound by a
 # thousandth and take most of the time.
 PROVING = 1 / 4
@@ -35,9 +36,13 @@ class WorkLimits:
 
     @classmethod
     def for_step(cls, size: int, step_us: float) -> WorkLimits:
-        """Return the limits for a step of so many ops.  If they are few, the time of the step counts as well."""
+        """Return the limits for a step of so many ops.
+
+        The first ops have their work in any case.  A loop over time has many more, which take hardly any time: then
+        work beyond that is more than a plan can save.
+        """
         by_ops = WORK_PER_OP * max(FEW, size)
-        return cls(max(WORK_PER_OP * size, min(by_ops, WORK_PER_US * step_us)), NARROW * by_ops)
+        return cls(max(WORK_PER_OP * min(FEW, size), min(by_ops, WORK_PER_US * step_us)), NARROW * by_ops)
 
     @property
     def smaller(self) -> WorkLimits:

@@ -18,6 +18,7 @@ from torch import nn
 
 import memgraph
 from memgraph.options.argument_rules import COMPILE_RULES, SHARDED_RULES, check_argument
+from memgraph.options.compile_options import FIRST_CALL_S, LEAST_S
 from tests.support.models import batch, net
 
 WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]
@@ -138,7 +139,14 @@ def test_numbers_and_truth_values_may_be_of_numpy() -> None:
 @pytest.mark.parametrize("limit", [0, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2), math.inf])
 def test_a_limit_is_so_many_seconds(limit: Any) -> None:
     assert memgraph.compile(net(), time_limit=limit)._planner.options.time_limit == limit
-    assert memgraph.compile(net())._planner.options.time_limit == math.inf
+    assert memgraph.compile(net(), time_limit=limit)._planner.options.planning_s(30.0) == limit
+
+
+def test_without_a_limit_planning_has_what_capture_left_of_a_first_call() -> None:
+    options = memgraph.compile(net())._planner.options
+    assert options.time_limit is None
+    assert options.planning_s(0.0) == FIRST_CALL_S > options.planning_s(20.0) == FIRST_CALL_S - 20.0 > LEAST_S
+    assert options.planning_s(1000.0) == options.planning_s() == LEAST_S
 
 
 def test_several_plans_may_be_given() -> None:

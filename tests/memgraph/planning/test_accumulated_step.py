@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from typing import Any
@@ -13,10 +14,12 @@ from torch import nn
 import memgraph
 import passes
 from memgraph.capture.capture import capture
-from memgraph.planning import step_graph
-from memgraph.planning.accumulated_step import or_known
+from memgraph.planning import accumulated_step, step_graph
+from memgraph.planning.accumulated_step import or_known, plan_accumulated
 from memgraph.profile.memory_meter import resident_bytes
+from memgraph.runtime.released_outputs import most_released
 from passes import Machine, PlanResult, Trace, parse, predict
+from tests.oracle.network import layers
 from tests.support.compare import same_gradients
 from tests.support.models import Net
 from tests.support.smallest_budget import smallest_of
@@ -137,6 +140,24 @@ def test_an_evaluation_counts_the_gradients_that_lie_there() -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert model.plan.peak == alone + resident_bytes(gradients)
     assert model.plan.measured == model.plan.peak
+
+
+@pytest.mark.parametrize(("until", "asked"), [(0.0, 0), (math.inf, 1)])
+def test_after_its_time_only_the_quick_passes_look_for_a_plan_that_adds_to_gradients(
+    until: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, searched = layers(6), list[Machine]()
+    tight = Machine(predict(most_released(trace), Machine(0)).peak - 1)
+
+    def search(trace: Trace, machine: Machine) -> PlanResult:
+        searched.append(machine)
+        raise passes.BudgetError("none", machine.budget, machine.budget + 1)
+
+    quickly = plan_accumulated(trace, tight, [()], search, until)
+    assert quickly.plan and quickly.needed <= tight.budget and not searched
+    monkeypatch.setattr(accumulated_step, "FITTING", ())
+    found = plan_accumulated(trace, tight, [()], search, until)
+    assert found.plan is None and found.needed > tight.budget and len(searched) == asked
 
 
 def test_a_step_whose_room_for_gradients_was_told_has_a_plan_although_a_search_finds_none() -> None:

@@ -287,7 +287,14 @@ def test_a_step_of_few_ops_is_searched_for_as_far_as_its_time_pays() -> None:
     short, long, endless = (total(100, us) for us in (20e3, 60e3, 1e9))
     assert short == total(100, 0.0) < long < endless == total(1_000, 1e9)
     assert long == 3 * WORK_PER_US * 20e3
-    assert total(2_000, 0.0) == total(2_000, 1e9) == 2 * total(1_000, 0.0)
+
+
+def test_many_ops_that_take_hardly_any_time_are_searched_for_like_few() -> None:
+    def total(size: int, step_us: float) -> float:
+        return WorkLimits.for_step(size, step_us).total
+
+    assert total(20_000, 100e3) == total(1_000, 100e3)
+    assert total(20_000, 1e6) == WORK_PER_US * 1e6 < total(20_000, 1e9) == 20 * total(1_000, 0.0)
 
 
 def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.lp.problem import PlanProblem
-from passes.pipeline import PASSES, QUICK, Pass
+from passes.pipeline import FITTING, PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
@@ -96,6 +97,26 @@ def test_without_time_a_quick_pass_plans() -> None:
     assert [line.split()[0] for line in lines] == ["captured", "greedy_plan"]
 
 
+def test_where_any_plan_will_do_the_first_that_fits_ends_it() -> None:
+    lines: list[str] = []
+    choice = make_plan(TRACE, TIGHT, FITTING, lines.append)
+    assert choice.forecast.peak <= TIGHT.budget
+    assert [line.split()[0] for line in lines] == ["captured", "rerun_chain"]
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_pass_leaves_time_to_those_behind_it_while_nothing_fits(fits: bool) -> None:
+    ends: list[float] = []
+
+    def noted(trace: Trace, machine: Machine, until: float) -> Plan:
+        ends.append(until)
+        return ()
+
+    with suppress(BudgetError):
+        make_plan(TRACE, TIGHT, (*QUICK[: int(fits)], Pass(noted, share=0.5), Pass(noted)), seconds=LONG)
+    assert [round(end / LONG, 2) for end in ends] == [1.0 if fits else 0.5, 1.0]
+
+
 def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     def by_hand(trace: Trace, machine: Machine, until: float) -> Plan:
         return greedy_plan(trace, machine)
@@ -106,9 +127,10 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "greedy_plan"]
 
 
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
 @pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
-def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
-    share: float, part: float, monkeypatch: pytest.MonkeyPatch
+def test_a_quick_pass_simulates_few_ops_of_a_long_step(
+    share: float, part: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = layers(40)
     machine = Machine(int(share * predict(trace, Machine(0)).peak))
@@ -121,13 +143,13 @@ def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
         return state
 
     monkeypatch.setattr(greedy, "make_candidate", counted)
-    monkeypatch.setattr(pipeline, "QUICK_WORK", 2 * len(trace.ops))
+    monkeypatch.setattr(greedy, "FINE", 2 * len(trace.ops))
     with suppress(BudgetError):
-        assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
-    hurried = sum(simulated)
+        assert make_plan(trace, machine, QUICK, seconds=seconds).forecast.peak <= machine.budget
+    few = sum(simulated)
     simulated.clear()
-    greedy_plan(trace, machine)
-    assert hurried < part * sum(simulated)
+    greedy_plan(trace, machine, fine=math.inf)
+    assert few < part * sum(simulated)
 
 
 def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:

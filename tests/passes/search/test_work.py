@@ -4,6 +4,7 @@ are proven slower."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,24 @@ def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
 def test_a_search_that_ran_out_of_its_work_is_followed_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thresholds(monkeypatch, ran_out=False) == pytest.approx(THRESHOLDS)
     assert thresholds(monkeypatch, ran_out=True) == [THRESHOLDS[0], THRESHOLDS[-1]]
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_relaxed_program_that_runs_out_of_its_work_is_not_rounded(
+    limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[bool] = []
+
+    def find_nothing(*given: Any) -> tuple[list[Solution], float]:
+        searched.append(limited)
+        return [], -INFINITY
+
+    monkeypatch.setattr(rounding_search, "round_to_integers", find_nothing)
+    if limited:
+        monkeypatch.setattr(optimize, "RELAXING", 0.0)
+    trace = layers(4)
+    optimize.optimize(trace, between(trace, Machine(0), 0.3))
+    assert bool(searched) is not limited
 
 
 def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
