@@ -27,7 +27,7 @@ from .ir.trace import Trace
 from .lp import solver
 from .order.microbatch_order import slice_microbatches
 from .schedule.copy_timing import has_copies, retime_copies
-from .search.greedy import greedy_plan, greedy_plan_no_offload
+from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast
 from .simulate.forecast import predict
 from .simulate.plan_result import PlanResult, Proposal
@@ -88,7 +88,8 @@ class Pass:
 
 
 # Without casts plans are easier to find; without offloading even more so, and the staging of copies is spared.  The
-# next two recompute values more often, phase by phase and value by value; so does the last one, slice by slice.
+# next two recompute values more often, phase by phase and value by value; so does the chain, slice by slice.  The last
+# one is for budgets that nothing else keeps.
 PASSES: tuple[Pass, ...] = (
     Pass(optimize, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
@@ -98,6 +99,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(greedy_plan, offloads=True, quick=True),
     Pass(greedy_plan_no_offload, quick=True),
     Pass(rerun_chain, quick=True),
+    Pass(greedy_thorough, offloads=True, worth_it=_never),
 )
 QUICK = tuple(each for each in PASSES if each.quick)
 # Any plan that fits will do.  For a loop over time the last one is the quickest to find it.

@@ -49,6 +49,11 @@ def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: f
     return greedy_from(gaps, machine, make_candidate(gaps, machine, {}), until, ops, fine).plan
 
 
+def greedy_thorough(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+    """The same with fine steps to the end, however many ops they simulate."""
+    return greedy_plan(trace, machine, until, math.inf)
+
+
 def greedy_from(
     gaps: ReuseGaps,
     machine: Machine,

@@ -20,7 +20,7 @@ from passes.pipeline import FITTING, PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
-from passes.search.greedy import greedy_plan
+from passes.search.greedy import greedy_plan, greedy_thorough
 from passes.search.local_search import local_search
 from passes.search.optimize import optimize
 from tests.oracle.network import layers
@@ -150,6 +150,22 @@ def test_a_quick_pass_simulates_few_ops_of_a_long_step(
     simulated.clear()
     greedy_plan(trace, machine, fine=math.inf)
     assert few < part * sum(simulated)
+
+
+def test_a_budget_that_only_fine_steps_keep_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coarse steps end early, and come less low."""
+    monkeypatch.setattr(greedy, "FINE", 1)
+    machine, quick = Machine(0, link=TIGHT.link), tuple(each for each in QUICK if each.find is greedy_plan)
+    lows = [predict(apply(TRACE, find(TRACE, machine)), machine).peak for find in (greedy_plan, greedy_thorough)]
+    assert lows[1] < lows[0]
+    with pytest.raises(BudgetError):
+        make_plan(TRACE, replace(machine, budget=lows[1]), quick)
+    assert PASSES[-1].find is greedy_thorough
+    lines: list[str] = []
+    assert make_plan(TRACE, replace(machine, budget=lows[1]), (*quick, PASSES[-1]), lines.append).plan
+    make_plan(TRACE, replace(machine, budget=lows[0]), (*quick, PASSES[-1]), lines.append)
+    names = [line.split()[0] for line in lines]
+    assert names == ["captured", "greedy_plan", "greedy_thorough", "captured", "greedy_plan"]
 
 
 def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:
