@@ -7,6 +7,7 @@ otherwise            ->   passes in order, until `until`
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from ..runtime.released_outputs import search_with_released
 from .accumulated_step import or_known
 from .plan_cache import find_plan
 from .progress import Progress
+
+LOG = logging.getLogger(__name__)
+FITTING_S = 120.0  # of search beyond the default limit, while no plan fits
 
 
 @dataclass(frozen=True)
@@ -60,5 +64,15 @@ class PlanSearch:
         return search_with_released(self._run_passes, trace, machine)
 
     def _run_passes(self, trace: Trace, machine: Machine) -> PlanResult:
-        seconds = max(0.0, self.until - time.monotonic())
-        return make_plan(trace, machine, log=self.progress.done, seconds=seconds)
+        """Return the plan of the passes; only a limit that was given leaves a budget without one for want of time."""
+        try:
+            return make_plan(trace, machine, log=self.progress.done, seconds=self._left(self.until))
+        except passes.BudgetError:
+            late = self.until + FITTING_S
+            if self.options.time_limit is not None or not self.until <= time.monotonic() < late:
+                raise
+            LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
+            return make_plan(trace, machine, log=self.progress.done, seconds=self._left(late))
+
+    def _left(self, until: float) -> float:
+        return max(0.0, until - time.monotonic())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memgraph
+from memgraph.options import compile_options
 from memgraph.options.compile_options import FIRST_CALL_S
 from memgraph.planning import budget_error, search
 from memgraph.profile import op_profiler
@@ -99,3 +100,29 @@ def test_what_later_calls_need_is_planned_within_the_same_limit(
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
     assert left[0] < most and len(left) >= 2
     assert all(before >= after + 0.3 for before, after in pairwise(left))
+
+
+@pytest.mark.parametrize("limit", [None, 0.0])
+def test_a_budget_is_not_refused_for_want_of_time_unless_a_limit_was_given(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def late(trace: Trace, machine: Machine, log: Log, seconds: float) -> PlanResult:
+        given.append(seconds)
+        if seconds < 1.0:
+            raise BudgetError("none fits", machine.budget, machine.budget + 1)
+        return make_plan(trace, machine, log=log, seconds=seconds)
+
+    x = torch.ones(64, 16)
+    budget = memgraph.plan(net(), x, budget="1GB").peak - 4096
+    monkeypatch.setattr(search, "make_plan", late)
+    monkeypatch.setattr(compile_options, "FIRST_CALL_S", 0.0)
+    monkeypatch.setattr(compile_options, "LEAST_S", 0.0)
+    if limit is None:
+        assert memgraph.plan(net(), x, budget=budget, offload=None, time_limit=limit).peak <= budget
+        assert given[0] == 0.0 and given[1] > 100.0
+    else:
+        with pytest.raises(memgraph.BudgetError):
+            memgraph.plan(net(), x, budget=budget, offload=None, time_limit=limit)
+        assert set(given) == {0.0}
