@@ -83,6 +83,7 @@ NAMES: Mapping[str, str] = {
     "torch.ops.aten._linalg_svd": "singular values without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._linalg_eigh": "eigenvalues without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
+    "torch.ops.aten._unsafe_view": "a product in other sizes, into which forward may write",
     "torch.ops.aten._unique": "its sizes depend on values",
     "torch.ops.aten._unique2": "its sizes depend on values",
     "torch.ops.aten._index_put_impl_": "masks among its indices have sizes that depend on values",
