@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
+from ..errors import PlanError
 from ..graph.provenance import counting_nodes
 from ..guards.signature import parameters_with_grad_hooks
 from ..options.compile_options import CompileOptions
@@ -33,6 +35,7 @@ from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
 from .replan import Replanner
+from .scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_only
 from .search import PlanSearch
 from .step_graph import Call, StepGraph, capture_step
 from .target import ModuleTarget, Target, owned_nbytes
@@ -103,26 +106,42 @@ class Planner:
             releasing_cached(self.target.device),
             Progress() as progress,
         ):
-            began = time.perf_counter()
-            graph = self._capture(call, progress, earlier)
-            refuse_value_run(call, graph.captured.value_run_nbytes, graph.target.budget)
-            captured_s = time.perf_counter() - began
-            until = time.monotonic() + self.options.planning_s(captured_s)
-            progress.bound(until)
-            nearby = general.nearby if isinstance(general, KnownLength) else None
-            pricing = Pricing(self.module, self.options, self.state, progress, until, nearby)
-            search = PlanSearch(self.options, progress, until)
-            try:
-                trace, machine = pricing(graph)
-                known = earlier.accumulated_plan if earlier is not None else None
-                result = graph.ranks.choose(trace, machine, replace(search, known=known))
-            except BudgetError as error:
-                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                needed = partial(_accumulated_nbytes, graph, pricing, search)
-                raise budget_error(error, call, graph, needed, suggest) from None
-            accumulated = self._accumulated(graph, pricing, search, result, machine)
-            step = self._step(graph, machine, result, accumulated, began)
-            return step if nearby is None else step.without_replan()
+            planned = self._planned(call, progress, earlier)
+            if isinstance(planned, Step):
+                return planned
+            gc.collect()  # the graph for all outputs is part of cycles, and may hold constants
+            step = self._planned(planned.call, progress)
+            assert isinstance(step, Step)  # there are no fewer outputs than scalars
+            return step.without_other_outputs(planned.needed_nbytes)
+
+    def _planned(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
+    ) -> Step | OtherOutputsDropped:
+        began = time.perf_counter()
+        graph = self._capture(call, progress, earlier)
+        refuse_value_run(call, graph.captured.value_run_nbytes, graph.target.budget)
+        captured_s = time.perf_counter() - began
+        until = time.monotonic() + self.options.planning_s(captured_s)
+        progress.bound(until)
+        nearby = call.general.nearby if isinstance(call.general, KnownLength) else None
+        pricing = Pricing(self.module, self.options, self.state, progress, until, nearby)
+        for_scalars = with_scalars_only(call, graph.captured)
+        search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
+        trace, machine = pricing(graph)
+        try:
+            known = earlier.accumulated_plan if earlier is not None else None
+            result = graph.ranks.choose(trace, machine, replace(search, known=known))
+        except (BudgetError, PlanError) as error:
+            if for_scalars is not None:
+                return OtherOutputsDropped(for_scalars, needed_nbytes(error, trace, machine))
+            if isinstance(error, PlanError):
+                raise
+            suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
+            needed = partial(_accumulated_nbytes, graph, pricing, search)
+            raise budget_error(error, call, graph, needed, suggest) from None
+        accumulated = self._accumulated(graph, pricing, search, result, machine)
+        step = self._step(graph, machine, result, accumulated, began)
+        return step if nearby is None else step.without_replan()
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
         progress.phase("capturing forward and backward, ops traced")
