@@ -118,21 +118,24 @@ def make_plan(
     """
     until = time.monotonic() + seconds
     captured = lowest = _unplanned(trace, machine)
+    timed_out = False
     log(f"{'captured':<16} {captured.forecast}")
     if captured.forecast.peak <= machine.budget:
         return captured
     in_slices = slice_microbatches(trace, machine)
     # In slices first: parameters that are streamed are reloaded least often then.
     for order in (trace,) if in_slices is trace else (in_slices, trace):
-        result = _run(captured if order is trace else _unplanned(order, machine), machine, passes, log, until)
+        start = captured if order is trace else _unplanned(order, machine)
+        result, is_cut = _run(start, machine, passes, log, until)
+        timed_out = timed_out or is_cut
         if result.forecast.peak <= machine.budget:
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
-    if seconds and time.monotonic() >= until:
+    if seconds and timed_out:
         text += "\nPlanning ended at its time limit; with a longer one, time_limit=, a smaller budget may do"
     more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
-    raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
+    raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out)
 
 
 def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
@@ -142,8 +145,14 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
     return PlanResult((), captured, captured)
 
 
-def _run(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> PlanResult:
-    """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does."""
+def _run(
+    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float
+) -> tuple[PlanResult, bool]:
+    """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does.
+
+    The second result is True if a pass had too little time while nothing fitted.
+    """
+    is_cut = False
     trace, best, no_offload_us = best.captured.trace, replace(best, greedy=not solver.is_installed()), 0.0
     for each in passes:
         fits, is_late = best.forecast.peak <= machine.budget, time.monotonic() >= until
@@ -155,12 +164,15 @@ def _run(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log,
             if is_late or is_slower or not each.worth_it(best):
                 continue
         elif is_late and not each.quick:
+            is_cut = True
             continue
         ends = until if fits else _end(each, until)
-        proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
+        found = each.find(trace, machine, ends)
+        is_cut = is_cut or time.monotonic() >= ends
+        proposal = _retimed(found, trace, machine, until)
         best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
         log(f"{each.name:<16} {best.forecast}")
-    return best
+    return best, is_cut
 
 
 def _end(each: Pass, until: float) -> float:

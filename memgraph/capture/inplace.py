@@ -25,11 +25,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
-from ..graph.nodes import argument_types, aten, changes_inputs, fake_result, storages, written_inputs
+from ..graph.nodes import SPLITS, argument_types, aten, changes_inputs, fake_result, storages, written_inputs
 from .written_views import ViewWriter, base_of
-
-# Their results share no element. Whoever calls these promises to read the whole no more once a part has changed.
-SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 
 
 def replace_inplace(graph: fx.Graph, mode: FakeTensorMode) -> bool:

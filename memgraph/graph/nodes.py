@@ -22,6 +22,8 @@ ALIASES = (aten.detach.default, aten.alias.default)
 GUARDS = "memgraph_guards"  # namespace of ops
 UNGUARDED = -1  # number of such an op that checks nothing, since its sizes follow from an earlier one
 STATISTICS = ("running_mean", "running_var")  # batch norms change these, though their schemas do not say so
+# Their results share no element. Whoever calls these promises to read the whole no more once a part has changed.
+SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 
 
 def tensors(node: fx.Node) -> list[Tensor]:

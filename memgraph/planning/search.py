@@ -72,10 +72,10 @@ class PlanSearch:
         """Return the plan of the passes; only a limit that was given leaves a budget without one for want of time."""
         try:
             return make_plan(trace, machine, log=self.progress.done, seconds=self._left(self.until))
-        except passes.BudgetError:
+        except passes.BudgetError as error:
             late = self.until + FITTING_S
-            is_due = self.until <= time.monotonic() < late
-            if not (self.is_last and self.options.time_limit is None and is_due):
+            is_bounded = self.options.time_limit is not None or time.monotonic() >= late
+            if is_bounded or not (error.timed_out and self.is_last):
                 raise
             if least_nbytes(trace, machine) > machine.budget:
                 raise  # it is proven that none fits

@@ -19,7 +19,7 @@ from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
-from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
+from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads, with_sums_in_place
 from ..graph.captured import Captured
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
@@ -90,12 +90,17 @@ def capture_step(
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
     lowers = where.lowers and not state.has_other_ranks  # ranks would each find other segments worth it
-    plain = StepGraph(where, captured, captured.graph.graph, trained, ranks, lowers)
+    plain = StepGraph(where, captured, _with_sums(captured.graph.graph, lowers), trained, ranks, lowers)
     if options.accumulate or has_gradients(module.parameters()):
-        return replace(plain, graph=_accumulating(captured, module, options))
+        return replace(plain, graph=_with_sums(_accumulating(captured, module, options), lowers))
     if options.accumulate is False or not trained.parameters or trained.updates:
         return plain
-    return replace(plain, later=replace(plain, graph=_accumulating(captured, module, options)))
+    return replace(plain, later=replace(plain, graph=_with_sums(_accumulating(captured, module, options), lowers)))
+
+
+def _with_sums(graph: fx.Graph, lowers: bool) -> fx.Graph:
+    """Return the graph with sums in place, except where Inductor may fuse them with the ops around them."""
+    return graph if lowers else with_sums_in_place(graph)
 
 
 def _accumulating(captured: Captured, module: nn.Module, options: CompileOptions) -> fx.Graph:

@@ -9,12 +9,14 @@ class BudgetError(RuntimeError):
     Attributes:
         budget: the bytes that were allowed.
         smallest: the fewest bytes for which a plan was found; compiling with exactly these works.
+        timed_out: True if the search ended for want of time.
     """
 
-    def __init__(self, message: str, budget: int, smallest: int) -> None:
+    def __init__(self, message: str, budget: int, smallest: int, timed_out: bool = False) -> None:
         super().__init__(message)
         self.budget = budget
         self.smallest = smallest
+        self.timed_out = timed_out
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, int]]:
-        return type(self), (str(self), self.budget, self.smallest)
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, int, bool]]:
+        return type(self), (str(self), self.budget, self.smallest, self.timed_out)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture import functionalize
 from memgraph.capture.capture import capture
-from memgraph.graph.nodes import changes_inputs
+from memgraph.graph.aten_shims import COPY_WITH_STRIDES
+from memgraph.graph.nodes import aten, changes_inputs
 
 
 class Cells(nn.Module):
@@ -72,6 +73,22 @@ def test_a_loop_over_cells_is_traced_once_and_has_eagers_bits(
         graph = capture(model, (x,), {}).graph.graph
     assert not any(map(changes_inputs, graph.nodes))
     assert_as_eager(model, x)
+
+
+def test_gates_share_a_tensor_as_in_eager() -> None:
+    graph = capture(Cells(nn.LSTMCell, True), (torch.randn(3, 4, 6),), {}).graph.graph
+    assert not graph.find_nodes(op="call_function", target=COPY_WITH_STRIDES)
+    gates = [node.meta["val"] for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor)]
+    shared = {gate.untyped_storage()._cdata for gate in gates if gate.stride() == (24, 1)}
+    assert len(shared) == 4  # one for each time step
+
+
+def test_a_part_that_is_changed_after_others_were_read_is_copied_alone() -> None:
+    graph = capture(Cells(nn.GRUCell, False), (torch.randn(3, 4, 6),), {}).graph.graph
+    cats = graph.find_nodes(op="call_function", target=aten.cat.default)
+    wholes = [node for node in cats if node.meta["phase"] == "forward"]
+    assert len(wholes) == 4  # two gates of each time step, beside the third part as it was
+    assert all(whole.meta["val"].shape == (3, 18) for whole in wholes)
 
 
 @pytest.mark.parametrize("where", ["part", "copy"])
