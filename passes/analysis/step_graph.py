@@ -48,9 +48,10 @@ def sources(graph: nx.DiGraph, values: Iterable[str], within: Collection[str]) -
     """Return the values and everything among `within` that they are computed from."""
     import networkx as nx
 
-    start = list(values)
-    inner = graph.subgraph({*within, *start}).reverse(copy=False)
-    return {name for layer in nx.bfs_layers(inner, start) for name in layer}
+    def reads(name: str) -> Iterable[str]:
+        return (read for read in graph.predecessors(name) if read in within) if name else values
+
+    return {name for _, name in nx.generic_bfs_edges(graph, "", reads)}
 
 
 def critical_path(graph: nx.DiGraph) -> list[str]:

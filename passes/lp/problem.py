@@ -171,7 +171,7 @@ class PlanProblem:
     def read_at(self, position: int) -> frozenset[int]:
         """Return the storages that the op at a position reads, through views of backward as well."""
         trace = self.gaps.trace
-        read = {storage for value in trace.ops[position].reads for storage in trace.op[value].holds}
+        read = trace.held_by(trace.ops[position].reads)
         return frozenset(self.storage_index[storage] for storage in read if storage in self.storage_index)
 
     @cached_property

@@ -83,7 +83,7 @@ def _reads(gaps: ReuseGaps) -> dict[str, list[int]]:
     reads: dict[str, list[int]] = {}
     for position, op in enumerate(gaps.trace.ops):
         if op.phase != "update":
-            for storage in {storage for value in op.reads for storage in gaps.trace.op[value].holds}:
+            for storage in gaps.trace.held_by(op.reads):
                 reads.setdefault(storage, []).append(position)
     return reads
 
