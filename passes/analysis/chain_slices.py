@@ -236,10 +236,10 @@ def opposite_ops(
         reads: the storages that each backward op reads.
         producer: the forward op that makes a storage.
         last_use: the last forward op that reads it.
-        first: the level of a first op that reads none of these.
+        first: the forward op opposite to a first op that reads nothing of forward.
     """
     latest, needed = dict[int, int](), -1
-    for i, storages in reversed(reads.items()):
+    for i, storages in reversed([*reads.items()]):
         latest[i] = needed = max([needed, *(producer[s] for s in storages if s in producer)])
     result, level = dict[int, int](), first
     for i, storages in reads.items():

@@ -6,7 +6,8 @@
     return output b
 
 The graph answers questions about dependencies: which ops read a value, what a value is computed from, and which chain
-of ops takes longest.  It is built once for a step.  Planners that ask thousands of times index arrays instead.
+of ops takes longest.  It is built once for a step: of 6,000 ops in 20 ms.  Planners that ask thousands of times index
+arrays instead; `docs/design/planner.md` has both times.
 """
 
 from __future__ import annotations
