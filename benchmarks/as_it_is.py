@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import memgraph
 from memgraph.profile.memory_meter import resident_bytes
-from tests.support.zoo import CASES, Case, eager_peak, fresh
+from tests.support.zoo import BESIDE, CASES, LONG_QUEUE, Case, eager_peak, fresh
 
 COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager B", "eager's is enough")
 
@@ -27,7 +27,7 @@ COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager 
 def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Print one table; exit with 1 if a step takes more than eager, or does not fit a budget of eager's peak."""
     table, over = Table(*COLUMNS, box=None), 0
-    for case in CASES:
+    for case in (*CASES, *BESIDE, LONG_QUEUE):
         if not names or case.name in names:
             eager, forecast, measured = peaks(case)
             enough = is_enough(case, eager)

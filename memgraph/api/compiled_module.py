@@ -17,8 +17,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
-from ..errors import FusedError, MemgraphError, NoPlanError
-from ..graph.captured import Captured
+from ..errors import BudgetError, FusedError, MemgraphError, NoPlanError
 from ..graph.counters import advance
 from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
@@ -26,6 +25,7 @@ from ..planning.planner import Planner
 from ..report.report import Report
 from ..runtime.autograd_function import OtherOutputs
 from ..runtime.eager_fallback import eager_gradients
+from ..runtime.step import Step
 from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import select_all, select_scalars
@@ -136,7 +136,7 @@ class CompiledModule(ModuleProxy):
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._other_outputs(captured, args, kwargs), floats)
+        outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
         self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
@@ -157,8 +157,9 @@ class CompiledModule(ModuleProxy):
         if self._planner.state.sharded is not None:
             self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
-    def _other_outputs(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OtherOutputs:
+    def _other_outputs(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OtherOutputs:
         """Return what to do when gradients arrive for other outputs than planned."""
+        captured, report = step.parts.captured, step.report
 
         def fewer() -> None:
             LOG.info(FEWER)
@@ -166,6 +167,8 @@ class CompiledModule(ModuleProxy):
 
         if self._planner.state.fused_update is not None or len(captured.differentiable) == len(captured.tangents):
             return OtherOutputs(_refuse_unplanned, fewer)
+        if report.all_outputs:
+            return OtherOutputs(partial(_refuse_unaffordable, report.budget, report.all_outputs), fewer)
         differentiate = eager_gradients(self._module, captured, args, kwargs)
 
         def more(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -181,6 +184,15 @@ def _refuse_unplanned(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | No
         "a loss was made of outputs other than the scalar ones, and backward updates from those alone: let the model "
         "return its loss, give loss=, or compile without fuse_update"
     )
+
+
+def _refuse_unaffordable(budget: int, needed_nbytes: int, tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    raise BudgetError(
+        f"a loss was made of outputs other than the scalar ones, and backward from all outputs needs {needed_nbytes} "
+        f"bytes, where {budget} are allowed; forward changes buffers that it reads, or has opaque parts, and can't run "
+        f"again for such gradients: give budget={needed_nbytes}, or loss=, which makes the loss part of the step",
+        budget, needed_nbytes,
+    )  # fmt: skip
 
 
 def _compiled(module: nn.Module, options: CompileOptions) -> CompiledModule:

@@ -29,7 +29,7 @@ from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters
 from ..oss.compiled.joint_planning import announcing_failure
 from ..oss.compiled.step_memory import add_sharded_update, offloaded_nbytes, shard_parts
 from ..runtime.measure_update import UpdateMeasurement
-from ..tensors.loss_outputs import OutputSelector, select_update_roots
+from ..tensors.loss_outputs import OutputSelector, select_scalars_only
 from .optimizer_state import OptimizerState
 from .ranks import JointRanks, Ranks
 
@@ -72,7 +72,7 @@ class FusedOptimizer(CountedOptimizer):
         self.fused_update = FusedUpdate(module, optimizer, update)
 
     def outputs(self, outputs: OutputSelector) -> OutputSelector:
-        return select_update_roots
+        return select_scalars_only
 
     def insert_ops(self, captured: Captured, trained: TrainedParameters) -> tuple[Captured, TrainedParameters]:
         if not captured.differentiable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
 
+from ..errors import PlanError
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
@@ -26,6 +28,7 @@ from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
 from .replan import Replanner
+from .scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_only
 from .search import PlanSearch
 from .step_graph import Call, CallCapture, StepGraph, capture_step
 from .target import ModuleTarget, Target, owned_nbytes
@@ -90,24 +93,40 @@ class Planner:
         """
         call = Call(self.module, args, kwargs, outputs, general, self.options.opaque)
         with planning(self.target.device), Progress() as progress:
-            began = time.perf_counter()
-            graph = self._capture(call, progress, earlier)
-            refuse_value_run(call, graph)
-            captured_s = time.perf_counter() - began
-            until = time.monotonic() + self.options.planning_s(captured_s)
-            progress.bound(until)
-            pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
-            search = PlanSearch(self.options, progress, until)
-            later = LaterStep(graph, pricing, search)
-            try:
-                trace, machine = pricing(graph)
-                known = earlier.accumulated_plan if earlier is not None else None
-                result = graph.ranks.choose(trace, machine, replace(search, known=known))
-            except BudgetError as error:
-                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(error, call, graph, later.least_nbytes, suggest) from None
-            step = self._step(graph, machine, result, later.accumulated(result, machine), began)
-            return step if call.nearby is None else step.without_replan()
+            planned = self._planned(call, progress, earlier)
+            if isinstance(planned, Step):
+                return planned
+            gc.collect()  # the graph for all outputs is part of cycles, and may hold constants
+            step = self._planned(planned.call, progress)
+            assert isinstance(step, Step)  # there are no fewer outputs than scalars
+            return step.without_other_outputs(planned.needed_nbytes)
+
+    def _planned(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
+    ) -> Step | OtherOutputsDropped:
+        began = time.perf_counter()
+        graph = self._capture(call, progress, earlier)
+        refuse_value_run(call, graph)
+        captured_s = time.perf_counter() - began
+        until = time.monotonic() + self.options.planning_s(captured_s)
+        progress.bound(until)
+        pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
+        for_scalars = with_scalars_only(call, graph.captured)
+        search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
+        later = LaterStep(graph, pricing, search)
+        trace, machine = pricing(graph)
+        try:
+            known = earlier.accumulated_plan if earlier is not None else None
+            result = graph.ranks.choose(trace, machine, replace(search, known=known))
+        except (BudgetError, PlanError) as error:
+            if for_scalars is not None:
+                return OtherOutputsDropped(for_scalars, needed_nbytes(error, trace, machine))
+            if isinstance(error, PlanError):
+                raise
+            suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
+            raise budget_error(error, call, graph, later.least_nbytes, suggest) from None
+        step = self._step(graph, machine, result, later.accumulated(result, machine), began)
+        return step if call.nearby is None else step.without_replan()
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None

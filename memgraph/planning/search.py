@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import passes
 from passes import Machine, Plan, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import plan_forwards
+from passes.explain import least_nbytes
 from passes.simulate.plan_result import try_plan
 
 from ..options.compile_options import CompileOptions
@@ -34,12 +35,14 @@ class PlanSearch:
     Attributes:
         until: when planning has to end, in seconds of `time.monotonic`.
         known: a plan to fall back on: the caller was told that the step fits.
+        is_last: False if the call is planned in another way where nothing fits.
     """
 
     options: CompileOptions
     progress: Progress
     until: float
     known: Plan | None = None
+    is_last: bool = True
 
     def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return a plan within the budget.
@@ -73,6 +76,8 @@ class PlanSearch:
         self.progress.phase("planning, passes tried", len(passes.PASSES))
         if self.options.forwards > 1:  # while one of them runs, the caller holds the outputs of the others
             return plan_forwards(trace, machine, self.options.forwards, self._run_passes)
+        if not self.is_last:
+            return self._run_passes(trace, machine)
         return search_with_released(self._run_passes, trace, machine)
 
     def _run_passes(self, trace: Trace, machine: Machine) -> PlanResult:
@@ -81,8 +86,11 @@ class PlanSearch:
             return make_plan(trace, machine, log=self.progress.done, seconds=self._left(self.until))
         except passes.BudgetError:
             late = self.until + FITTING_S
-            if self.options.time_limit is not None or not self.until <= time.monotonic() < late:
+            is_due = self.until <= time.monotonic() < late
+            if not (self.is_last and self.options.time_limit is None and is_due):
                 raise
+            if least_nbytes(trace, machine) > machine.budget:
+                raise  # it is proven that none fits
             LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
             return make_plan(trace, machine, log=self.progress.done, seconds=self._left(late))
 

@@ -46,6 +46,7 @@ def _verdict(report: ReportData) -> str:
         *_held(report),
         *_several(report),
         *_adding(report),
+        *_scalars_only(report),
         *_assumed(report),
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
@@ -121,6 +122,13 @@ def _adding(report: ReportData) -> list[str]:
     if report.adding <= report.budget:
         return []
     return [f"no plan within the budget was found for a call that adds to gradients; one needs {report.adding} B"]
+
+
+def _scalars_only(report: ReportData) -> list[str]:
+    """Warn that gradients of outputs that are no scalars are refused."""
+    if not report.all_outputs:
+        return []
+    return [f"backward starts from the scalar outputs alone; from all of them it needs {report.all_outputs} B"]
 
 
 def _exchanged(report: ReportData) -> list[str]:

@@ -68,6 +68,8 @@ class ReportData:
         blocks: on a GPU, peak bytes that torch's allocator had given out in the measured step.
         held: on a GPU, peak bytes that it held of the device in that step, free blocks included.
         adding: bytes that the call needs if it adds to gradients; 0 if that was not asked.
+        all_outputs: bytes that backward from all outputs needs, if they are too many and it starts from scalars alone;
+            otherwise 0.
         forwards: largest number of forwards that were open at once.
         together: bytes forecast for these together; 0 if there was never more than one.
         assumptions: values of tensors on which the step rests, in the order in which it checks them.
@@ -95,6 +97,7 @@ class ReportData:
     blocks: int = 0
     held: int = 0
     adding: int = 0
+    all_outputs: int = 0
     forwards: int = 1
     together: int = 0
     assumptions: tuple[Assumption, ...] = ()

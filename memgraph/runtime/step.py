@@ -243,6 +243,11 @@ class Step:
         self._replan, self._replan_due = None, False
         return self
 
+    def without_other_outputs(self, needed_nbytes: int) -> Step:
+        """Return this step, whose backward starts from scalars alone; from all outputs it needs more bytes."""
+        self.report = replace(self.report, all_outputs=needed_nbytes)
+        return self
+
     def _judge_plan(self) -> None:
         """Time the ops of the next run for a new plan, if the latest steps call for it."""
         if self._replan is None or self._replan_due or self.times is None or self.cuda_graphs is not None:

@@ -49,8 +49,8 @@ def select_scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
 
 
-def select_update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """Select the scalars: where backward updates parameters, other gradients are refused."""
+def select_scalars_only(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+    """Select the scalars; other gradients are refused: backward updates parameters, or forward can't run again."""
     return select_scalars(outputs)
 
 
