@@ -40,7 +40,7 @@ class Slices:
     def producer(self) -> dict[str, int]:
         """Map each storage that may be recomputed to the op (by index) that makes it."""
         once = {storage for op in self.gaps.trace.ops if op.once for storage in op.holds}
-        return {storage: self.gaps.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
+        return {storage: self.gaps.trace.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
 
     @cached_property
     def reads(self) -> dict[int, tuple[str, ...]]:

@@ -29,10 +29,6 @@ class ReuseGaps:
     trace: Trace
 
     @cached_property
-    def index(self) -> dict[str, int]:
-        return {op.name: i for i, op in enumerate(self.trace.ops)}
-
-    @cached_property
     def producer(self) -> dict[str, str]:
         """Map each movable storage to the forward op that makes it: neither an input nor an output."""
         returned = self.trace.held_by(value for _, value in self.trace.outputs)

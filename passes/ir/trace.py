@@ -121,6 +121,11 @@ class Trace:
         return {op.name: op for op in self.ops}
 
     @cached_property
+    def index(self) -> dict[str, int]:
+        """Map each op to its place in the order."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
     def nbytes(self) -> dict[str, int]:
         """Map each storage to its bytes."""
         return {storage.name: storage.nbytes for op in self.ops for storage in op.makes}

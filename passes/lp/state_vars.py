@@ -72,7 +72,7 @@ def find_state_vars(gaps: ReuseGaps, machine: Machine) -> tuple[StateVar, ...]:
             if op.is_input:
                 uses = _stretches(reads.get(storage, []))
             else:
-                uses = ((gaps.index[value], streamable.last_use[storage]),)
+                uses = ((gaps.trace.index[value], streamable.last_use[storage]),)
             is_written = op.fn in ("parameter", "state")
             states.append(StateVar(storage, value, nbytes, uses, not op.is_input, is_written))
     return tuple(states)
