@@ -52,8 +52,8 @@ def spans(trace: Trace) -> Iterator[Span]:
     """Yield the span of each storage, in the order in which they are made."""
     last, end, boundary = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
     update = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), len(trace.ops))
-    returned = trace.held_by(value for kind, value in trace.outputs if kind != RELEASED)
-    early = trace.held_by(value for kind, value in trace.outputs if kind == RELEASED)
+    returned = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
+    early = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
             if op.fn == "tangent":
