@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import memgraph
 from benchmarks.phases import Phases
 from memgraph.capture import trace_call
-from memgraph.planning import assembly, planner, pricing, search, step_graph
+from memgraph.planning import assembly, later_step, planner, pricing, search, step_graph
 
 Call = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
 
@@ -45,7 +45,7 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("summarize", pricing, "summarize"),
     ("links", pricing, "measure_links"),
     ("plan", search.PlanSearch, "__call__"),
-    ("plan, adding", planner, "plan_accumulated"),
+    ("plan, adding", later_step, "plan_accumulated"),
     ("rewrite", assembly, "rewrite"),
     ("partition", assembly, "partition"),
 )

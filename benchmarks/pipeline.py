@@ -65,11 +65,11 @@ def costs_of(layers: int, length: int) -> IntervalCosts:
     ids = torch.randint(0, 50257, (1, length))
     captured = capture(model, (ids,), {"labels": ids}, wanted=select_losses)
     trace = summarize(captured.graph.graph, OpProfiler(1 << 60))
-    return IntervalCosts(Places(trace), gradient_sums(captured))
+    return IntervalCosts(Places(trace, gradient_sums(captured)))
 
 
 def trace_of(costs: IntervalCosts, stage: Stage) -> Trace:
-    return stage_trace(costs.places, stage.begin, stage.end, costs.sums)
+    return stage_trace(costs.places, stage.begin, stage.end)
 
 
 def planned_us(costs: IntervalCosts, budget: int, stage: Stage) -> float:

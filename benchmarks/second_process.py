@@ -30,7 +30,7 @@ PHASES = {  # function that takes the time -> what it does; the rest counts for 
     ("memgraph.capture.trace_call", "find_capture"): "capture: rehearsed and read",
     ("memgraph.planning.pricing.Pricing", "__call__"): "price",
     ("memgraph.planning.search.PlanSearch", "__call__"): "plan",
-    ("memgraph.planning.planner.Planner", "_accumulated"): "plan the call that adds to gradients",
+    ("memgraph.planning.later_step.LaterStep", "accumulated"): "plan the call that adds to gradients",
     ("memgraph.planning.planner.Planner", "_step"): "rewrite, partition",
     ("memgraph.runtime.step.Step", "__call__"): "run forward",
 }

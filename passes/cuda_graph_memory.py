@@ -51,7 +51,7 @@ def recording_nbytes(trace: Trace) -> int:
     """
     copied = sum(made.nbytes for op in trace.ops if op.fn in ("input", "tangent") for made in op.makes)
     libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES) // 2  # one thread records both halves
-    returned = {held for kind, value in trace.outputs if kind in ("output", RELEASED) for held in trace.op[value].holds}
+    returned = trace.held_by(value for kind, value in trace.outputs if kind in ("output", RELEASED))
     update = max((op.workspace for op in trace.ops if op.phase == "update"), default=0)
     return copied + libraries + sum(trace.nbytes[held] for held in returned) + update
 

@@ -100,7 +100,7 @@ def _in_use(program: PlanProblem, at: int) -> tuple[Lifetime, ...]:
     offloadable = {
         each.storage for each in program.states for rest in each.gaps(program.size) if rest.first <= at < rest.last
     }
-    read = {held for value in ops[at].reads for held in program.gaps.trace.op[value].holds}
+    read = program.gaps.trace.held_by(ops[at].reads)
 
     def stays(life: Lifetime) -> bool:
         if life.storage not in program.storage_index:

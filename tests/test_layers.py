@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,7 @@ PASSES = (
     {"passes.ir"},
 )
 ENTRIES = 25  # of a folder
+IMPORTS = 20  # of a file
 
 
 def test_packages_import_what_stands_below_them_only() -> None:
@@ -48,6 +50,11 @@ def test_no_folder_has_more_entries_than_one_reads_at_once() -> None:
     folders = [folder for top in ("memgraph", "passes") for folder in [ROOT / top, *(ROOT / top).rglob("*/")]]
     full = [folder for folder in folders if len(entries(folder)) > ENTRIES]
     assert full == []
+
+
+def test_no_file_imports_more_modules_of_ours_than_one_keeps_in_mind() -> None:
+    counts = {module: len(set(imports(module, path))) for module, path in modules().items()}
+    assert {module: count for module, count in counts.items() if count > IMPORTS} == {}
 
 
 def upward_imports() -> list[str]:
@@ -74,6 +81,7 @@ def box(module: str, depth: int) -> str:
     return name if (ROOT / Path(*parts)).is_dir() or name == "memgraph.errors" else ".".join(parts[:-1])
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the product by its dotted name."""
     files = [file for top in ("memgraph", "passes") for file in (ROOT / top).rglob("*.py")]
@@ -83,9 +91,10 @@ def modules() -> dict[str, Path]:
 def imports(module: str, path: Path) -> Iterator[str]:
     """The modules that a module imports, for type checking too."""
     known = modules()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
+            base = package[: len(package) - node.level + 1] if node.level else []
             head = ".".join([*base, *(node.module.split(".") if node.module else [])])
             for alias in node.names:
                 inner = f"{head}.{alias.name}"

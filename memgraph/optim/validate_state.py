@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from numbers import Number
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..errors import StateError
 from .first_state import FirstState, is_torch_optimizer
 
 Group = Mapping[str, Any]
+Complete = Callable[[Sequence[Group]], list[dict[str, Any]]]
 MALFORMED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
@@ -30,11 +32,10 @@ def check_state_dict(optimizer: optim.Optimizer, given: object) -> None:
     Raises:
         StateError: says where it differs.
     """
-    try:
-        mismatch = next(_mismatches(optimizer, given), None)
-    except MALFORMED as error:
-        mismatch = f"it is not made as one ({error!r})"
-    if mismatch is not None:
+    complete = partial(with_defaults, type(optimizer), optimizer.defaults)
+    first = FirstState(type(optimizer), {})
+    check = StateCheck(first, optimizer.param_groups, optimizer.defaults, complete, optimizer.state)
+    if (mismatch := check.find_mismatch(given)) is not None:
         raise StateError(mismatch)
 
 
@@ -45,8 +46,7 @@ def class_name(kind: type[optim.Optimizer]) -> str:
 
 
 def group_mismatches(
-    own: Sequence[Group], given: Sequence[Group], kind: type[optim.Optimizer], defaults: Mapping[str, Any],
-    complete: Callable[[Sequence[Group]], list[dict[str, Any]]],
+    own: Sequence[Group], given: Sequence[Group], kind: type[optim.Optimizer], defaults: Group, complete: Complete
 ) -> Iterator[str]:  # fmt: skip
     """Yield how `given` groups differ from the `own` ones; `complete` adds options that older versions lack."""
     if len(own) != len(given):
@@ -84,6 +84,71 @@ def with_defaults(
     return groups
 
 
+class StateCheck:
+    """Compares a state dict with the groups of an optimizer, and with the states that its first step creates."""
+
+    def __init__(
+        self, first: FirstState, groups: Sequence[Group], defaults: Group, complete: Complete,
+        states: Mapping[Tensor, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Compare with these groups and defaults.
+
+        Args:
+            complete: adds options that older versions of the class lack.
+            states: of parameters now, for a class of the user, whose first step is not run.
+        """
+        self.first, self.groups, self.defaults, self.complete, self.states = first, groups, defaults, complete, states
+        self.name = first.kind.__name__
+
+    def find_mismatch(self, given: object) -> str | None:
+        """Return where a state dict differs; None if it fits."""
+        try:
+            return next(self._mismatches(given), None)
+        except MALFORMED as error:
+            return f"it is not made as one ({error!r})"
+
+    def is_whole(self, parameter: Tensor) -> bool:
+        """Return True if a state dict has all entries of this parameter's state."""
+        return True
+
+    def entry_mismatch(self, parameter: Tensor, value: Any, expected: Any) -> str | None:
+        """Describe an entry that is wrong; `expected` is None where the class does not tell."""
+        if isinstance(expected, Tensor) and not fits_tensor(value, expected):
+            return f"{describe_value(value)}, which does not fit into {self.name}'s {describe_value(expected)}"
+        return None
+
+    def _mismatches(self, given: Any) -> Iterator[str]:
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+            yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
+            return
+        groups = given["param_groups"]
+        yield from group_mismatches(self.groups, groups, self.first.kind, self.defaults, self.complete)
+        numbers = [number for group in groups for number in group["params"]]
+        if strange := [number for number in given["state"] if number not in set(numbers)]:
+            yield f"it has a state of parameter {strange[0]!r}, which is in no group"
+        grouped = zip(self.complete(groups), self.groups, strict=True)
+        owners = [(options, parameter) for options, own in grouped for parameter in own["params"]]
+        for place, (number, owner) in enumerate(zip(numbers, owners, strict=True)):
+            entries = given["state"].get(number, {})
+            if not isinstance(entries, Mapping):
+                yield f"the state of parameter {place} is a {type(entries).__name__}, and has to be a dict"
+            else:
+                yield from self._entry_mismatches(place, owner, entries)
+
+    def _entry_mismatches(self, place: int, owner: tuple[Group, Tensor], entries: Group) -> Iterator[str]:
+        group, parameter = owner
+        expected = self.first.entries(group, parameter) or self.states.get(parameter, {})
+        present = {name: value for name, value in entries.items() if value is not None}
+        missing = sorted(set(expected) - set(present))
+        is_short = present and missing and self.is_whole(parameter)
+        if is_short and self.first.needs(group, parameter, list(present)):
+            wanted = describe_value(expected[missing[0]])
+            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {wanted}"
+        for name, value in present.items():
+            if (wrong := self.entry_mismatch(parameter, value, expected.get(name))) is not None:
+                yield f"{name!r} of parameter {place} is {wrong}"
+
+
 def fits_tensor(value: Any, expected: Tensor) -> bool:
     """Return True if torch converts the value to the type of `expected` without loss."""
     if expected.dim() == 0 and isinstance(value, int | float):
@@ -117,44 +182,6 @@ def _torch_options() -> frozenset[str]:
 
 def pluralize(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _mismatches(optimizer: optim.Optimizer, given: Any) -> Iterator[str]:
-    kind = type(optimizer)
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
-        yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
-        return
-
-    def complete(groups: Sequence[Group]) -> list[dict[str, Any]]:
-        return with_defaults(kind, optimizer.defaults, groups)
-
-    yield from group_mismatches(optimizer.param_groups, given["param_groups"], kind, optimizer.defaults, complete)
-    numbers = [number for group in given["param_groups"] for number in group["params"]]
-    grouped = zip(complete(given["param_groups"]), optimizer.param_groups, strict=True)
-    owners = [(options, parameter) for options, group in grouped for parameter in group["params"]]
-    places, first = dict(zip(numbers, owners, strict=True)), FirstState(kind, {})
-    for number, entries in given["state"].items():
-        if number not in places:
-            yield f"it has a state of parameter {number!r}, which no group of it has"
-        elif not isinstance(entries, Mapping):
-            yield f"the state of parameter {number} is a {type(entries).__name__}, and has to be a dict"
-        else:
-            yield from _entry_mismatches(optimizer, first, number, places[number], entries)
-
-
-def _entry_mismatches(
-    optimizer: optim.Optimizer, first: FirstState, number: object, owner: tuple[Group, Tensor], entries: Group
-) -> Iterator[str]:
-    name, (group, parameter) = type(optimizer).__name__, owner
-    expected = first.entries(group, parameter) or optimizer.state.get(parameter, {})
-    present = {key: value for key, value in entries.items() if value is not None}
-    missing = sorted(set(expected) - set(present))
-    if present and missing and first.needs(group, parameter, list(present)):
-        yield f"parameter {number} has no {missing[0]!r}, and {name}'s has {describe_value(expected[missing[0]])}"
-    for key, value in present.items():
-        if isinstance(expected.get(key), Tensor) and not fits_tensor(value, expected[key]):
-            message = f"{key!r} of parameter {number} is {describe_value(value)}"
-            yield f"{message}, which does not fit into {name}'s {describe_value(expected[key])}"
 
 
 def _may_replace(mine: object, given: object) -> bool:

@@ -13,8 +13,8 @@ pricing            the graph -> its trace with prices, and the machine
 nearby_times       times of ops, scaled from a step of another length
 search             trace and machine -> a plan
 plan_cache         plans that were found before
-follower_cache     plans of steps that add to gradients, found before
-accumulated_step   does the same call fit once gradients exist?
+accumulated_step   a plan of the step that adds to gradients
+later_step         does the same call fit once gradients exist?
 budget_error       add advice, and the bytes of accumulation, to the BudgetError of passes/pipeline.py
 lowering           compile segments of a planned graph with Inductor
 assembly           the plan -> the parts of the step

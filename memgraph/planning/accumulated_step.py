@@ -11,20 +11,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 import passes
-from passes import BrokenTrace, Machine, Op, Plan, PlanResult, Storage, Trace, apply, check, make_plan, predict
+from passes import Machine, Op, Plan, PlanResult, Storage, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
 from passes.pipeline import FITTING
+from passes.simulate.plan_result import try_plan
 
 from ..profile.memory_meter import resident_bytes
-from ..runtime.released_outputs import most_released, search_with_released
+from ..runtime.released_outputs import most_released
 from ..system.user_warning import warn_user
+from .search import search_with_released
 
 LEFT = "left_gradients"
 Search = Callable[[Trace, Machine], PlanResult]
@@ -52,9 +53,9 @@ def plan_accumulated(
     that it finds one, or time is up, in seconds of `time.monotonic`.  Without tries there is only the search.
     """
     for known in tries:
-        peak = peak_with(known, trace, machine)
-        if peak is not None and peak <= machine.budget:
-            return AccumulatedStep(peak, known)
+        result = try_plan(known, trace, machine)
+        if result and result.forecast.peak <= machine.budget:
+            return AccumulatedStep(result.forecast.peak, known)
     for find in (_quick, search) if tries else (search,):
         try:
             choice = find(trace, machine)
@@ -66,15 +67,6 @@ def plan_accumulated(
         else:
             return AccumulatedStep(choice.forecast.peak, choice.plan)
     return AccumulatedStep(smallest, None)
-
-
-def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
-    """Return the peak of a step with a plan made for another step; None if the plan can't be applied."""
-    with suppress(ValueError, KeyError, BrokenTrace):
-        applied = apply(trace, plan)
-        check(applied)
-        return predict(applied, machine).peak
-    return None
 
 
 def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
@@ -98,21 +90,6 @@ def warn_accumulation(accumulated: AccumulatedStep, budget: int) -> None:
             f"give budget={accumulated.needed} for both, or accumulate=False if gradients are always set to None "
             "between steps"
         )
-
-
-def or_known(search: Search, plan: Plan | None) -> Search:
-    """Return a search that falls back on a known plan: the caller was told that the step fits."""
-
-    def find(trace: Trace, machine: Machine) -> PlanResult:
-        try:
-            return search(trace, machine)
-        except passes.BudgetError:
-            peak = None if plan is None else peak_with(plan, trace, machine)
-            if plan is None or peak is None or peak > machine.budget:
-                raise
-            return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
-
-    return find
 
 
 def _quick(trace: Trace, machine: Machine) -> PlanResult:

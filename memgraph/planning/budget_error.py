@@ -46,11 +46,12 @@ def budget_error(
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
 
 
-def refuse_value_run(call: Call, nbytes: int, budget: int) -> None:
+def refuse_value_run(call: Call, graph: StepGraph) -> None:
     """
     Raises:
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
+    nbytes, budget = graph.captured.value_run_nbytes, graph.target.budget
     parameters = list(call.module.parameters())
     given = tensors_of(flatten((call.args, call.kwargs))[0])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -28,6 +28,5 @@ def scaled_times(trace: Trace, known: Trace) -> Trace:
 
 def _touched(trace: Trace) -> dict[str, int]:
     """Return the bytes of what each op reads and makes."""
-    nbytes = {storage.name: storage.nbytes for op in trace.ops for storage in op.makes}
-    held = {op.name: sum(nbytes.get(storage, 0) for storage in op.holds) for op in trace.ops}
+    held = {op.name: sum(trace.nbytes.get(storage, 0) for storage in op.holds) for op in trace.ops}
     return {op.name: held[op.name] + sum(held.get(read, 0) for read in op.reads) for op in trace.ops}

@@ -1,7 +1,7 @@
 """A cache of plans, in memory and on disk.
 
-    find_plan(trace, machine, options, search)    searches
-    find_plan(trace, machine, options, search)    returns the same plan in milliseconds, also in a later process
+    remember(trace, machine, options, result)    keeps the plan of a search
+    cached_plan(trace, machine, options)         returns it in milliseconds, also in a later process
 
 The key is a digest of the step's ops and bytes, the machine, the options, and the versions of torch and of the passes.
 A plan is used while prices are as they were.  A step of the same ops in other shapes tries the plans of its neighbours:
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 import passes
-from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
+from passes import Machine, Plan, PlanResult, Trace, parse_plan, predict
 from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.pipeline import FAIR_GAP
+from passes.simulate.plan_result import try_plan
 
 from ..errors import PlanError
 from ..report.reuse_plan import reuse_plan
@@ -37,8 +38,6 @@ DISK_NBYTES = 64 << 20  # of plans on disk
 NEIGHBOURS = 64  # shapes of one kind of step whose plans are kept for other shapes
 TRIED = 2  # neighbours that are tried for one step
 FILE = "plans.sqlite"
-
-Search = Callable[[Trace, Machine], PlanResult]
 
 
 @dataclass(frozen=True)
@@ -59,21 +58,13 @@ _texts: OrderedDict[str, str] = OrderedDict()
 _near: OrderedDict[str, OrderedDict[int, NeighbourPlan]] = OrderedDict()
 
 
-def find_plan(trace: Trace, machine: Machine, options: Hashable, search: Search) -> PlanResult:
-    """Return the cached plan of this step, or that of a neighbour, or else what `search` finds.
-
-    Raises:
-        BudgetError: the search finds no plan that fits.
-    """
+def cached_plan(trace: Trace, machine: Machine, options: Hashable) -> PlanResult | None:
+    """Return the cached plan of this step, or that of a neighbour, if there is one and the step needs a plan."""
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:
-        return search(trace, machine)
+        return None
     key, kind = step_key(trace, machine, options), _kind(trace, machine, options)
-    choice = _cached(key, trace, machine) or _neighbours(kind, trace, machine, captured)
-    if choice is None:
-        choice = search(trace, machine)
-    remember(trace, machine, options, choice)
-    return choice
+    return _cached(key, trace, machine) or _neighbours(kind, trace, machine, captured.peak)
 
 
 def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResult, final: bool = False) -> None:
@@ -122,23 +113,18 @@ def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
         return None
 
 
-def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Forecast) -> PlanResult | None:
+def _neighbours(kind: str, trace: Trace, machine: Machine, captured_peak: int) -> PlanResult | None:
     """Return a neighbour's plan that fits and is near the bound.
 
     The more a step needs beyond the budget, the more time a plan adds.  So the bound of the largest neighbour that
     needs less is about the least for this step, though it is not proven for it.
     """
     neighbours = list(_near[kind].values()) if kind in _near else []
-    least = max((near.bound for near in neighbours if near.peak <= captured.peak), default=0.0)
-    larger = sorted((near for near in neighbours if near.peak >= captured.peak), key=lambda near: near.peak)
+    least = max((near.bound for near in neighbours if near.peak <= captured_peak), default=0.0)
+    larger = sorted((near for near in neighbours if near.peak >= captured_peak), key=lambda near: near.peak)
     for near in larger[:TRIED]:
-        try:
-            applied = apply(trace, near.plan)
-            check(applied)
-        except (ValueError, KeyError, passes.BrokenTrace):
-            continue
-        choice = PlanResult(near.plan, captured, predict(applied, machine))
-        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR_GAP:
+        choice = try_plan(near.plan, trace, machine)
+        if choice and choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR_GAP:
             return choice
     return None
 

@@ -12,11 +12,14 @@ import math
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+
+from ..graph.provenance import counting_nodes
 
 FIRST_S = 2.0  # seconds of silence; quick plans say nothing
 NEXT_S = 5.0  # between two lines
@@ -53,6 +56,13 @@ class Progress:
     def phase(self, name: str, of: int = 0) -> None:
         """Begin a phase of `of` items; 0 if their number is not known."""
         self._phase, self._count, self._of, self._since = name, 0, of, time.monotonic()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Count the ops that are traced in this block."""
+        self.phase("capturing forward and backward, ops traced")
+        with counting_nodes(self.done):
+            yield
 
     def bound(self, until: float) -> None:
         """Set when planning ends, in seconds of `time.monotonic`."""

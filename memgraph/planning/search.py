@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import plan_forwards
 from passes.explain import least_nbytes
+from passes.simulate.plan_result import try_plan
 
 from ..options.compile_options import CompileOptions
 from ..report.reuse_plan import reuse_plan
-from ..runtime.released_outputs import search_with_released
-from .accumulated_step import or_known
-from .plan_cache import find_plan
+from ..runtime.released_outputs import most_released
+from .plan_cache import cached_plan, remember
 from .progress import Progress
 
 LOG = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class PlanSearch:
 
     Attributes:
         until: when planning has to end, in seconds of `time.monotonic`.
-        known: a plan to fall back on.
+        known: a plan to fall back on: the caller was told that the step fits.
         is_last: False if the call is planned in another way where nothing fits.
     """
 
@@ -54,10 +55,21 @@ class PlanSearch:
         """
         if self.options.plans:
             return reuse_plan(self.options.plans, trace, machine)
-        return or_known(self._cached if self.options.forwards == 1 else self.search, self.known)(trace, machine)
+        try:
+            return self._cached_or_new(trace, machine)
+        except passes.BudgetError:
+            known = None if self.known is None else try_plan(self.known, trace, machine)
+            if known is None or known.forecast.peak > machine.budget:
+                raise
+            return known
 
-    def _cached(self, trace: Trace, machine: Machine) -> PlanResult:
-        return find_plan(trace, machine, self.options.search_key, self.search)
+    def _cached_or_new(self, trace: Trace, machine: Machine) -> PlanResult:
+        if self.options.forwards > 1:
+            return self.search(trace, machine)
+        step = trace, machine, self.options.search_key
+        result = cached_plan(*step) or self.search(trace, machine)
+        remember(*step, result)
+        return result
 
     def search(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return a new plan."""
@@ -84,3 +96,22 @@ class PlanSearch:
 
     def _left(self, until: float) -> float:
         return max(0.0, until - time.monotonic())
+
+
+def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: Trace, machine: Machine) -> PlanResult:
+    """Return the plan that `search` finds for a step, or else for the step of a caller that frees its outputs.
+
+    Raises:
+        passes.BudgetError: it finds none for either.
+    """
+    try:
+        return search(trace, machine)
+    except passes.BudgetError as error:
+        freeing = most_released(trace)
+        if freeing == trace:
+            raise
+        try:
+            return search(freeing, machine)
+        except passes.BudgetError as other:
+            text = f"In a loop that frees the model's outputs before backward, budget={other.smallest} works."
+            raise passes.BudgetError(f"{error}\n{text}", error.budget, error.smallest) from None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes import Trace
+
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.floats.float_capture import FloatCapture
@@ -34,6 +36,8 @@ from .optimizer_state import OptimizerState
 from .ranks import Ranks
 from .target import Target
 
+CallCapture = FloatCapture | SizeCapture | KnownLength
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -49,8 +53,13 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: OutputSelector
-    general: FloatCapture | SizeCapture | KnownLength | None = None
+    general: CallCapture | None = None
     opaque: bool | Sequence[str] = False
+
+    @property
+    def nearby(self) -> Trace | None:
+        """The priced trace of the same ops with another length, if there is one."""
+        return self.general.nearby if isinstance(self.general, KnownLength) else None
 
 
 @dataclass(frozen=True, eq=False)

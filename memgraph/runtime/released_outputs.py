@@ -1,4 +1,4 @@
-"""Plan with outputs that the caller frees before backward, if no plan fits otherwise.
+"""Outputs that the caller frees before backward, and the check that they are freed if a plan counts on it.
 
     loss = model(x).square().mean()    # the result of model(x) is freed here
     loss.backward()                    # so its bytes are free, and each tangent is freed once it was read
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import passes
-from passes import Machine, PlanResult, Trace, predict
+from passes import Trace, predict
 from passes.ir.liveness import RELEASED, released
 
 from ..errors import BudgetError
@@ -29,25 +28,6 @@ from ..report.report import Report
 FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
 ALONE = 2  # references to a tensor that is only in a list: from the list, and from the call that counts
 COUNTING = 1  # the object that counts a storage's references holds one
-
-
-def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: Trace, machine: Machine) -> PlanResult:
-    """Return the plan that `search` finds for a step, or else for the step of a caller that frees its outputs.
-
-    Raises:
-        passes.BudgetError: it finds none for either.
-    """
-    try:
-        return search(trace, machine)
-    except passes.BudgetError as error:
-        freeing = most_released(trace)
-        if freeing == trace:
-            raise
-        try:
-            return search(freeing, machine)
-        except passes.BudgetError as other:
-            text = f"In a loop that frees the model's outputs before backward, budget={other.smallest} works."
-            raise passes.BudgetError(f"{error}\n{text}", error.budget, error.smallest) from None
 
 
 def most_released(trace: Trace) -> Trace:

@@ -14,7 +14,7 @@ from functools import cache
 from torch import nn
 
 import passes
-from passes.stages.cut import Cut, Stage, balanced_cut, best_cut
+from passes.stages.cut import Stage, balanced_cut, best_cut
 
 from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
@@ -51,7 +51,7 @@ class Cutter:
 
         @cache
         def us(stage: Stage) -> float:
-            return self._planner(self._around(unlimited, stage), stage.number).us()
+            return self._planner(self._around(stage), stage.number).us()
 
         try:
             cut = best_cut(costs, self.given.budgets, forwards, us)
@@ -100,7 +100,7 @@ class Cutter:
     def _orders(self) -> Iterator[StageOrder]:
         return map(self._order, range(self.group.stages))
 
-    def _around(self, unlimited: Cut, stage: Stage) -> StageCut:
+    def _around(self, stage: Stage) -> StageCut:
         """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""
         borders = list(self.step.costs.borders)
         count, number = self.group.stages, stage.number

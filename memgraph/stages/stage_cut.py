@@ -64,10 +64,5 @@ class StageCut:
         """Return the parameters of a stage whose gradients other stages make parts of."""
         return sorted(name for name, stages in self.owners.items() if len(stages) > 1 and stage in stages)
 
-    @property
-    def loss_stage(self) -> int:
-        wanted = ("output", self.step.loss)
-        return next(k for k, trace in enumerate(self.traces) if wanted in trace.outputs)
-
     def _sent(self, trace: Trace) -> Sequence[tuple[str, str]]:
         return [each for each in trace.outputs if each[0] != "gradient"]

@@ -47,7 +47,7 @@ class WholeStep:
 
     @cached_property
     def costs(self) -> IntervalCosts:
-        return IntervalCosts(Places(self.trace), gradient_sums(self.captured))
+        return IntervalCosts(Places(self.trace, gradient_sums(self.captured)))
 
     @cached_property
     def ops(self) -> list[str]:
@@ -56,16 +56,10 @@ class WholeStep:
 
     @cached_property
     def gradients(self) -> dict[str, str]:
-        """Map each gradient, and each part of one that is a sum, to its parameter."""
+        """Map each gradient, or each part of one that is a sum, to its parameter."""
         roles = zip(self.captured.outputs, returned_values(self.captured.graph.graph), strict=True)
-        names: dict[str, str] = {}
-        for role, node in roles:
-            todo = [node.name] if role.kind == "gradient" else []
-            while todo:
-                name = todo.pop()
-                names[name] = role.name
-                todo += self.trace.op[name].reads if name in self.costs.sums else ()
-        return names
+        gradients = ((role.name, node.name) for role, node in roles if role.kind == "gradient")
+        return {part: name for name, value in gradients for part in self.costs.places.parts(value)}
 
     def with_times(self, us: Sequence[float]) -> WholeStep:
         """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
@@ -74,7 +68,7 @@ class WholeStep:
 
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
-        trace = stage_trace(self.costs.places, begin, end, self.costs.sums)
+        trace = stage_trace(self.costs.places, begin, end)
         outputs = ((KINDS.get(kind, kind), value) for kind, value in trace.outputs)
         return replace(trace, outputs=tuple(dict.fromkeys(outputs)))
 

@@ -7,6 +7,7 @@ measurement_cache    measurements on disk, for later processes
 setting              the environment that a measurement depends on
 timer                time a function
 locks                planning and capture by one thread at a time
+planning_process     all that planning does to the process, and its end
 python_random        states of the generators of `random` and numpy
 signals              delay Ctrl-C until the state is consistent
 frames               the line of the user's code behind an exception

@@ -81,15 +81,6 @@ def release_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def releasing_cached(device: torch.device) -> Iterator[None]:
-    """Free cached blocks on exit. Pricing ops leaves blocks of sizes that no step asks for."""
-    try:
-        yield
-    finally:
-        release_cached(device)
-
-
 def block_nbytes(nbytes: int, device: torch.device) -> int:
     """Return the bytes that the device's allocator uses for a storage; a GPU's blocks are multiples of 512."""
     return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else nbytes

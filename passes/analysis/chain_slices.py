@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,42 +40,21 @@ class Slices:
     def producer(self) -> dict[str, int]:
         """Map each storage that may be recomputed to the op (by index) that makes it."""
         once = {storage for op in self.gaps.trace.ops if op.once for storage in op.holds}
-        return {storage: self.gaps.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
+        return {storage: self.gaps.trace.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
 
     @cached_property
     def reads(self) -> dict[int, tuple[str, ...]]:
         """Map each backward op (by index) to the storages that it reads, views of backward included."""
         trace = self.gaps.trace
         backward = range(trace.boundary, len(trace.ops))
-        result = {i: {s for read in trace.ops[i].reads for s in trace.op[read].holds} for i in backward}
+        result = {i: trace.held_by(trace.ops[i].reads) for i in backward}
         return {i: tuple(sorted(s for s in storages if s in self.producer)) for i, storages in result.items()}
 
     @cached_property
-    def latest(self) -> dict[int, int]:
-        """Map each backward op that reads a storage to the last forward op that makes anything read from here on.
-
-        Backward of a slice begins after all of these have been used.
-        """
-        result: dict[int, int] = {}
-        latest = -1
-        for i, storages in reversed(self.reads.items()):
-            latest = max([latest, *(self.producer[storage] for storage in storages)])
-            if storages:
-                result[i] = latest
-        return dict(reversed(result.items()))
-
-    @cached_property
     def level(self) -> dict[int, int]:
-        """Map each backward op that reads a storage to the forward op (by index) opposite to it, in falling order.
-
-        That is the earliest last use of a storage that it reads, if nothing later is needed from here on.
-        """
-        result: dict[int, int] = {}
-        level = self.gaps.trace.boundary
-        for i, latest in self.latest.items():
-            done = min(self.gaps.last_forward_use[storage] for storage in self.reads[i])
-            result[i] = level = max(latest, min(level, done))
-        return result
+        """Map each backward op that reads a storage to the forward op (by index) opposite to it, in falling order."""
+        reads = {i: storages for i, storages in self.reads.items() if storages}
+        return opposite_ops(reads, self.producer, self.gaps.last_forward_use, self.gaps.trace.boundary)
 
     @cached_property
     def last_use(self) -> dict[str, int]:
@@ -244,6 +223,28 @@ class Slices:
                     result[j] += op.us
                     storages.update(s for read in op.reads for s in self.gaps.holds.get(read, ()))
         return result
+
+
+def opposite_ops(
+    reads: Mapping[int, Collection[str]], producer: Mapping[str, int], last_use: Mapping[str, int], first: int
+) -> dict[int, int]:
+    """Map each backward op, by index, to the forward op opposite to it, in falling order.
+
+    That is the earliest last use of a storage that it reads, if forward makes nothing later that is read from here on.
+
+    Args:
+        reads: the storages that each backward op reads.
+        producer: the forward op that makes a storage.
+        last_use: the last forward op that reads it.
+        first: the forward op opposite to a first op that reads nothing of forward.
+    """
+    latest, needed = dict[int, int](), -1
+    for i, storages in reversed([*reads.items()]):
+        latest[i] = needed = max([needed, *(producer[s] for s in storages if s in producer)])
+    result, level = dict[int, int](), first
+    for i, storages in reads.items():
+        result[i] = level = max(latest[i], min([level, *(last_use[s] for s in storages if s in last_use)]))
+    return result
 
 
 def narrowest_slices(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:

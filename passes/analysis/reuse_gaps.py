@@ -29,13 +29,9 @@ class ReuseGaps:
     trace: Trace
 
     @cached_property
-    def index(self) -> dict[str, int]:
-        return {op.name: i for i, op in enumerate(self.trace.ops)}
-
-    @cached_property
     def producer(self) -> dict[str, str]:
         """Map each movable storage to the forward op that makes it: neither an input nor an output."""
-        returned = {storage for _, value in self.trace.outputs for storage in self.trace.op[value].holds}
+        returned = self.trace.held_by(value for _, value in self.trace.outputs)
         forward = (op for op in self.trace.ops if op.phase == "forward" and not op.is_input)
         return {made.name: op.name for op in forward for made in op.makes if made.name not in returned and made.nbytes}
 

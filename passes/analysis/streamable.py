@@ -35,12 +35,7 @@ class StreamableStates:
         """Map storages to the inputs that may be offloaded: dense, and neither returned nor gathered."""
         alone = {op.name: op.holds for op in self.trace.ops if len(op.holds) == 1}
         mixed = {held for op in self.trace.ops if op.name not in alone for held in op.holds}
-        returned = {
-            storage
-            for kind, value in self.trace.outputs
-            if kind != "gradient"
-            for storage in self.trace.op[value].holds
-        }
+        returned = self.trace.held_by(value for kind, value in self.trace.outputs if kind != "gradient")
         returned |= {held for storages in gathered_by(self.trace).values() for held in storages}
         # Autograd itself adds to a gradient that no op reads, so that gradient stays.
         read = {value for op in self.trace.ops if op.phase != "update" for value in op.reads}

@@ -126,7 +126,7 @@ class _PhaseSearch:
 
     def _cut(self, forecast: Forecast) -> None:
         """Cut where the step is most over the budget; if it is cut there already, lower the budget of all rows."""
-        places, ops = self.problem.gaps.index, self.problem.gaps.trace.ops
+        places, ops = self.problem.gaps.trace.index, self.problem.gaps.trace.ops
         found, position = [(False, 0, 0)], self.problem.size - 1
         for index in reversed(range(len(forecast.trace.ops))):
             name, nbytes = forecast.trace.ops[index].name, int(forecast.total[index])

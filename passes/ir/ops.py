@@ -89,11 +89,7 @@ def value_of(name: str) -> str:
 
 def gathered_by(trace: Trace) -> dict[str, set[str]]:
     """For each op that waits for a gather the storages that are whole then, as far as that gather is concerned."""
-    return {
-        op.name: {held for read in trace.op[op.reads[0]].reads for held in trace.op[read].holds}
-        for op in trace.ops
-        if op.fn == GATHERED
-    }
+    return {op.name: trace.held_by(trace.op[op.reads[0]].reads) for op in trace.ops if op.fn == GATHERED}
 
 
 def sent_nbytes(trace: Trace, op: Op) -> int:

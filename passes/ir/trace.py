@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,9 +121,18 @@ class Trace:
         return {op.name: op for op in self.ops}
 
     @cached_property
+    def index(self) -> dict[str, int]:
+        """Map each op to its place in the order."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
     def nbytes(self) -> dict[str, int]:
         """Map each storage to its bytes."""
         return {storage.name: storage.nbytes for op in self.ops for storage in op.makes}
+
+    def held_by(self, values: Iterable[str]) -> set[str]:
+        """Return the storages that these values hold."""
+        return {storage for value in values for storage in self.op[value].holds}
 
     @cached_property
     def boundary(self) -> int:
@@ -138,7 +148,7 @@ class Trace:
     def saved(self) -> dict[str, int]:
         """Map each storage that forward makes and backward reads to its bytes."""
         forward, later = self.ops[: self.boundary], self.ops[self.boundary :]
-        read = {held for op in later for name in op.reads for held in self.op[name].holds}
+        read = self.held_by(name for op in later for name in op.reads)
         return {made.name: made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read}
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ class PlanProblem:
     def rng_draws(self) -> tuple[tuple[int, int, int], ...]:
         """The recomputable producers that draw random numbers: index, bytes of the generator's state, position."""
         ops = ((o, self.gaps.trace.op[each.value]) for o, each in enumerate(self.producers) if not each.runs_once)
-        return tuple((o, op.draws, self.gaps.index[op.name]) for o, op in ops if op.draws)
+        return tuple((o, op.draws, self.gaps.trace.index[op.name]) for o, op in ops if op.draws)
 
     @cached_property
     def states(self) -> tuple[StateVar, ...]:
@@ -171,7 +171,7 @@ class PlanProblem:
     def read_at(self, position: int) -> frozenset[int]:
         """Return the storages that the op at a position reads, through views of backward as well."""
         trace = self.gaps.trace
-        read = {storage for value in trace.ops[position].reads for storage in trace.op[value].holds}
+        read = trace.held_by(trace.ops[position].reads)
         return frozenset(self.storage_index[storage] for storage in read if storage in self.storage_index)
 
     @cached_property

@@ -122,7 +122,7 @@ def add_reload_rows(lp: LPSolver, columns: Columns) -> list[int]:
     states = {state.storage: r for r, state in enumerate(problem.states)}
     trace = problem.gaps.trace
     for o, producer in enumerate(problem.producers):
-        read = {storage for value in trace.op[producer.value].reads for storage in trace.op[value].holds}
+        read = trace.held_by(trace.op[producer.value].reads)
         for r in sorted(states[storage] for storage in read & states.keys()):
             state = problem.states[r]
             gap = sum(first <= problem.first_reruns[o] for first, _ in state.uses)

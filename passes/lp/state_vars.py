@@ -72,7 +72,7 @@ def find_state_vars(gaps: ReuseGaps, machine: Machine) -> tuple[StateVar, ...]:
             if op.is_input:
                 uses = _stretches(reads.get(storage, []))
             else:
-                uses = ((gaps.index[value], streamable.last_use[storage]),)
+                uses = ((gaps.trace.index[value], streamable.last_use[storage]),)
             is_written = op.fn in ("parameter", "state")
             states.append(StateVar(storage, value, nbytes, uses, not op.is_input, is_written))
     return tuple(states)
@@ -83,7 +83,7 @@ def _reads(gaps: ReuseGaps) -> dict[str, list[int]]:
     reads: dict[str, list[int]] = {}
     for position, op in enumerate(gaps.trace.ops):
         if op.phase != "update":
-            for storage in {storage for value in op.reads for storage in gaps.trace.op[value].holds}:
+            for storage in gaps.trace.held_by(op.reads):
                 reads.setdefault(storage, []).append(position)
     return reads
 

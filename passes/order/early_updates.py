@@ -25,7 +25,7 @@ def update_early(trace: Trace) -> Trace:
     behind: dict[int, list[Op]] = defaultdict(list)
     for op in trace.ops:
         if op.phase == "update":
-            changed = (held for read in op.reads for held in trace.op[read].holds)
+            changed = trace.held_by(op.reads)
             last = max((last_reads.get(storage, -1) for storage in changed), default=-1)
             # What backward does not read is updated at its end.
             behind[last if last >= 0 and rest[last].phase == "backward" else len(rest) - 1].append(op)
@@ -38,12 +38,11 @@ def _last_reads(trace: Trace, ops: list[Op]) -> dict[str, int]:
     result: dict[str, int] = {}
     for i, op in enumerate(ops):
         if not op.is_input:
-            for storage in (*op.holds, *(held for read in op.reads for held in trace.op[read].holds)):
+            for storage in trace.held_by([op.name, *op.reads]):
                 result[storage] = i
     for op in reversed(ops):
         if op.phase == "forward" and not op.is_input:
             last = max((result[made.name] for made in op.makes), default=-1)
-            for read in op.reads:
-                for held in trace.op[read].holds:
-                    result[held] = max(result.get(held, -1), last)
+            for held in trace.held_by(op.reads):
+                result[held] = max(result.get(held, -1), last)
     return result

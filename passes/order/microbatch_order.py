@@ -86,8 +86,8 @@ class _Microbatch:
     def read(self) -> dict[int, set[str]]:
         """Map each op (by index) that reads parameters to their storages; a view reads none."""
         owned = {storage.name for op in self.trace.ops if op.fn == "parameter" for storage in op.makes}
-        ops, op_of = self.trace.ops, self.trace.op
-        read = {i: {s for value in op.reads for s in op_of[value].holds} & owned for i, op in enumerate(ops)}
+        ops = self.trace.ops
+        read = {i: self.trace.held_by(op.reads) & owned for i, op in enumerate(ops)}
         return {i: storages for i, storages in read.items() if storages and not storages & set(ops[i].holds)}
 
     @cached_property

@@ -119,14 +119,13 @@ class _Walk:
         self.plan = list(plan)
         self.nbytes = forecast.total.copy()  # at each line, with reloads that have begun early
         self.queues, self.now = Queues(self.trace, machine), 0.0
-        self.index = {op.name: line for line, op in enumerate(self.trace.ops)}
         self.reloads = deque(sorted(self._pending_reloads(), key=lambda reload: reload.line))
         self.outs = {free_name(decision.value): k for k, decision in enumerate(plan) if isinstance(decision, Offload)}
         self.early = set[str]()
         self.offloads: list[PendingOffload] = []
 
     def run(self) -> Plan:
-        captured, places = self.gaps.index, self.places
+        captured, places = self.gaps.trace.index, self.places
         for line, op in enumerate(self.trace.ops):
             if op.name in captured:
                 self._begin_reloads(line)
@@ -166,7 +165,7 @@ class _Walk:
         place, op = self.outs[name], self.trace.op[name]
         decision = self.plan[place]
         assert isinstance(decision, Offload)
-        out, boundary = self.gaps.index[decision.out], self.gaps.trace.boundary
+        out, boundary = self.gaps.trace.index[decision.out], self.gaps.trace.boundary
         last = boundary - 1 if out < boundary else self.gaps.streamable.offload_deadline(decision.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
         self.offloads.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
@@ -198,10 +197,10 @@ class _Walk:
             decision = self._reload(place)
             number = count[decision.value] = count.get(decision.value, 0) + 1
             name, before = reload_name(decision.value, number), reload_name(decision.value, number - 1)
-            first = boundary if self.gaps.index[decision.use] >= boundary else begin
+            first = boundary if self.gaps.trace.index[decision.use] >= boundary else begin
             if before in last_line:  # one copy at a time
                 first = max(first, self.places[last_line[before]] + 1)
-            yield PendingReload(name, self.index[name], place, self.trace.op[name].nbytes, first)
+            yield PendingReload(name, self.trace.index[name], place, self.trace.op[name].nbytes, first)
 
     def _reload(self, place: int) -> Reload:
         decision = self.plan[place]
@@ -213,14 +212,14 @@ class _Walk:
         """Return for each line the captured op (by index) at it, or the last one before it."""
         places, place = list[int](), 0
         for op in self.trace.ops:
-            place = self.gaps.index.get(op.name, place)
+            place = self.gaps.trace.index.get(op.name, place)
             places.append(place)
         return places
 
     @cached_property
     def ends(self) -> list[int]:
         """Return for each captured op the last line that follows it."""
-        ends = [self.index[op.name] for op in self.gaps.trace.ops]
+        ends = [self.trace.index[op.name] for op in self.gaps.trace.ops]
         for place, line in enumerate(ends):
             while line + 1 < len(self.trace.ops) and self.trace.ops[line + 1].fn in BEHIND:
                 line += 1

@@ -47,5 +47,5 @@ class RecomputeOrder:
                 # Wanted items are taken out at once: the whole tuple is live until the last is.
                 todo += [item for item in self.gaps.getitems.get(value, ()) if wanted.issuperset(self.gaps.holds[item])]
         place = self.gaps.trace.ops[index].name
-        self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.index.__getitem__)]
+        self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.trace.index.__getitem__)]
         self.available |= missing

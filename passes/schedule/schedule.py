@@ -213,7 +213,7 @@ class _Links:
         recompute_us = [0.0] * len(self.gaps.trace.ops)
         for decision in decisions:
             if isinstance(decision, Recompute):
-                recompute_us[self.gaps.index[decision.before]] += self.gaps.trace.op[decision.value].us
+                recompute_us[self.gaps.trace.index[decision.before]] += self.gaps.trace.op[decision.value].us
         ends = [begin + ran for begin, ran in zip(self._begins, accumulate(recompute_us), strict=False)]
         return [end - ran for end, ran in zip(ends, recompute_us, strict=True)], ends
 

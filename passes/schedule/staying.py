@@ -40,7 +40,7 @@ def keep_between_uses(plan: Plan, forecast: Forecast, room: int) -> Plan:
 def _idle_intervals(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
     streamed = {decision.value for decision in plan if isinstance(decision, Stream)}
     last_line = {life.storage: life.last for life in forecast.lifetimes}
-    index = {op.name: line for line, op in enumerate(forecast.trace.ops)}
+    index = forecast.trace.index
     count: dict[str, int] = {}
     for place, decision in enumerate(plan):
         if isinstance(decision, Reload) and (value := decision.value) in streamed:

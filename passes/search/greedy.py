@@ -171,7 +171,7 @@ def _changes(gaps: ReuseGaps, machine: Machine, candidate: Candidate) -> list[Pl
     """
     forecast = candidate.forecast
     op = forecast.trace.ops[forecast.peak_index]
-    read = {storage for value in op.reads for storage in forecast.trace.op[value].holds}
+    read = forecast.trace.held_by(op.reads)
     costs = ChangeCosts(gaps, machine, candidate)
     changes: list[PlacementChange] = []
     for life in forecast.live_at(forecast.peak_index):

@@ -248,7 +248,7 @@ def _positions_over_budget(problem: PlanProblem, forecast: Forecast, budget: int
 
     An op that is not in the captured trace counts for the position behind it.
     """
-    positions, worst = problem.gaps.index, dict[int, int]()
+    positions, worst = problem.gaps.trace.index, dict[int, int]()
     position = problem.size - 1
     for index in reversed(range(len(forecast.trace.ops))):
         position = positions.get(forecast.trace.ops[index].name, position)

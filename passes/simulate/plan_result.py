@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..ir.decisions import Plan, Recompute, Reload, Stream
+from ..ir.decisions import Plan, Recompute, Reload, Stream, apply
+from ..ir.invariants import BrokenTrace, check
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from .forecast import Forecast, predict
@@ -94,6 +96,15 @@ class PlanResult:
                 elif ops[each.value].fn != "getitem":
                     return True
         return False
+
+
+def try_plan(plan: Plan, trace: Trace, machine: Machine) -> PlanResult | None:
+    """Return the result of a plan that was made for another step; None if it can't be applied to this one."""
+    with suppress(ValueError, KeyError, BrokenTrace):
+        applied = apply(trace, plan)
+        check(applied)
+        return PlanResult(plan, predict(trace, machine), predict(applied, machine))
+    return None
 
 
 def with_higher_costs(choice: PlanResult, machine: Machine, us: Mapping[str, float]) -> PlanResult:

@@ -9,7 +9,7 @@ counts in a stage once, however often it is read there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -27,11 +27,9 @@ class IntervalCosts:
 
     Attributes:
         places: of the trace that is cut.
-        sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward.
     """
 
     places: Places
-    sums: frozenset[str] = field(default=frozenset())
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -44,7 +42,7 @@ class IntervalCosts:
         ops = self.places.trace.ops
         before = np.zeros(len(self.borders))
         for op, cell in zip(ops, self._cell, strict=True):
-            before[cell + 1] += 0.0 if op.name in self.sums else op.us
+            before[cell + 1] += 0.0 if op.name in self.places.sums else op.us
         before = np.cumsum(before)
         return before[None, :] - before[:, None]
 
@@ -53,8 +51,10 @@ class IntervalCosts:
         """Return [i, j): the bytes of parameters, buffers, their gradients and states, and of what backward returns."""
         trace = self.places.trace
         kept = ((s, cells) for s, cells in self._used.items() if self._maker(s).fn in RESIDENT)
-        returned = {s for kind, value in trace.outputs if kind != "output" for s in self._parts(value)}
-        made = ((s, [int(self._cell[self.places.producer[s]])]) for s in returned if not self._maker(s).is_input)
+        parts = (part for kind, value in trace.outputs if kind != "output" for part in self.places.parts(value))
+        made = (
+            (s, [int(self._cell[self.places.producer[s]])]) for s in trace.held_by(parts) if not self._maker(s).is_input
+        )
         return self._within([*kept, *made])
 
     @cached_property
@@ -104,17 +104,8 @@ class IntervalCosts:
     @cached_property
     def _summed(self) -> frozenset[str]:
         """Return the gradients that are added up once a step."""
-        op = self.places.trace.op
-        return frozenset(s for name in self.sums for read in op[name].reads for s in op[read].holds)
-
-    def _parts(self, value: str) -> Iterator[str]:
-        """Yield the storages of a returned value, or those of the parts that it is the sum of."""
-        op = self.places.trace.op[value]
-        if value in self.sums:
-            for read in op.reads:
-                yield from self._parts(read)
-        else:
-            yield from op.holds
+        trace = self.places.trace
+        return frozenset(trace.held_by(read for name in self.places.sums for read in trace.op[name].reads))
 
     def _is_moved(self, storage: str) -> bool:
         """Return True for a storage that is sent if another stage reads it; each stage has the inputs that it reads."""

@@ -11,20 +11,36 @@ and gradients flow from later stages to earlier ones only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..analysis.chain_slices import opposite_ops
+from ..analysis.step_graph import step_graph
 from ..ir.arrays import Ints
 from ..ir.trace import Op, Trace
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of a trace of forward and backward, without an update."""
+    """The places of a trace of forward and backward, without an update.
+
+    Attributes:
+        sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward.
+    """
 
     trace: Trace
+    sums: frozenset[str] = field(default=frozenset())
+
+    @cached_property
+    def graph(self) -> nx.DiGraph:
+        return step_graph(self.trace)
 
     @cached_property
     def producer(self) -> dict[str, int]:
@@ -34,30 +50,18 @@ class Places:
     @cached_property
     def reads(self) -> tuple[frozenset[str], ...]:
         """Return the storages that each op reads."""
-        return tuple(frozenset(s for read in op.reads for s in self.trace.op[read].holds) for op in self.trace.ops)
+        return tuple(frozenset(self.trace.held_by(op.reads)) for op in self.trace.ops)
 
     @cached_property
     def place(self) -> Ints:
         """Return the place of each op.  That of an input says nothing, as each stage that reads it has it."""
         trace, boundary = self.trace, self.trace.boundary
         place = np.arange(len(trace.ops))
-        level = boundary - 1
-        for i in range(boundary, len(trace.ops)):
-            if not trace.ops[i].is_input:
-                used = [self._last_use[s] for s in self.reads[i] if s in self._last_use]
-                level = max(self._latest_producer[i], min([level, *used]))
-            place[i] = level
+        reads = {i: self.reads[i] for i in range(boundary, len(trace.ops)) if not trace.ops[i].is_input}
+        made = {s: i for s, i in self.producer.items() if i < boundary and not trace.ops[i].is_input}
+        for i, opposite in opposite_ops(reads, made, self._last_use, boundary - 1).items():
+            place[i] = opposite
         return place
-
-    @cached_property
-    def _latest_producer(self) -> Ints:
-        """Return, for each op, the last forward op that makes anything read from here on."""
-        latest = np.full(len(self.trace.ops) + 1, -1)
-        for i in range(len(self.trace.ops) - 1, self.trace.boundary - 1, -1):
-            made = (self.producer[s] for s in self.reads[i])
-            forward = (j for j in made if j < self.trace.boundary and not self.trace.ops[j].is_input)
-            latest[i] = max([latest[i + 1], *forward])
-        return latest[:-1]
 
     @cached_property
     def _last_use(self) -> dict[str, int]:
@@ -100,6 +104,31 @@ class Places:
                 uses = [j for j in range(i) if set(op.holds) & (self.reads[j] | set(self.trace.ops[j].holds))]
                 spans.append((min((j for j in uses if not self.trace.ops[j].is_input), default=i), i))
         return spans
+
+    @cached_property
+    def maker(self) -> dict[str, str]:
+        """Map each value to the op that computes it, or the storages that it views."""
+        maker: dict[str, str] = {}
+        for op in self.trace.ops:
+            maker[op.name] = op.name if computes(op) or not op.reads else maker[op.reads[0]]
+        return maker
+
+    @cached_property
+    def sendable(self) -> frozenset[str]:
+        """Return what can be sent as it is: the value of an op that computes, or an item of it if these are several."""
+        ops = (op for op in self.trace.ops if not op.is_input)
+        return frozenset(op.name for op in ops if computes(op) or self._is_item(op))
+
+    def _is_item(self, op: Op) -> bool:
+        return any(len(self.trace.op[read].holds) > len(op.holds) for read in op.reads)
+
+    def parts(self, value: str) -> Iterator[str]:
+        """Yield the values that a sum adds up, the newest first; of other values, the value itself."""
+        if value in self.sums:
+            for read in reversed(self.trace.op[value].reads):
+                yield from self.parts(read)
+        else:
+            yield value
 
 
 def computes(op: Op) -> bool:

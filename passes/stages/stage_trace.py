@@ -13,62 +13,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ..analysis.step_graph import sources
 from ..ir.liveness import RELEASED
 from ..ir.trace import Op, Storage, Trace
 from .places import Places, computes
 
 
-def stage_trace(places: Places, begin: int, end: int, sums: frozenset[str] = frozenset()) -> Trace:
+def stage_trace(places: Places, begin: int, end: int) -> Trace:
     """Return the trace of the ops at places `begin` to `end`.
 
     Received values are inputs, and received gradients tangents. Values that are sent are released once forward has
-    ended. Gradients that are sent are returned, and so is each part of a sum in `sums`.
+    ended. Gradients that are sent are returned, and so is each part of a sum.
     """
-    trace = places.trace
-    own = _computed(places, begin, end) - sums
-    others = _computed(places, 0, trace.boundary) - own - sums
-    _, sent = _needed(trace, others)
+    trace, maker = places.trace, places.maker
+    own = _computed(places, begin, end)
+    others = _computed(places, 0, trace.boundary) - own
+    _, sent = _needed(places, others)
     kinds = {"forward": RELEASED, "backward": "input_gradient"}
-    sends = [(kinds[trace.op[name].phase], name) for name in sent if _maker(trace, name) in own]
-    outputs = tuple(dict.fromkeys((*_results(trace, own, sums), *sends)))
-    wanted, roots = _needed(trace, [*own, *(value for _, value in outputs)])
+    sends = [(kinds[trace.op[name].phase], name) for name in sent if maker[name] in own]
+    returned = [(kind, part) for kind, value in trace.outputs for part in places.parts(value) if maker[part] in own]
+    outputs = tuple(dict.fromkeys((*returned, *sends)))
+    wanted, roots = _needed(places, {*own, *(value for _, value in outputs)})
     ops = (*_received(trace, roots), *(op for op in trace.ops if op.name in wanted))
     return Trace(ops, outputs)
 
 
 def _computed(places: Places, begin: int, end: int) -> set[str]:
-    """Return the ops at these places, without inputs and views."""
+    """Return the ops at these places, without inputs, views and sums."""
     placed = zip(places.trace.ops, places.place, strict=True)
-    return {op.name for op, place in placed if begin <= place < end and computes(op)}
+    return {op.name for op, place in placed if begin <= place < end and computes(op)} - places.sums
 
 
-def _needed(trace: Trace, own: Iterable[str]) -> tuple[set[str], list[str]]:
+def _needed(places: Places, own: set[str]) -> tuple[set[str], list[str]]:
     """Return the ops of a stage with their inputs and views, and the values of others that it reads."""
-    ours = set(own)
-    wanted, roots, todo = set[str](), set[str](), list(ours)
-    while todo:
-        name = todo.pop()
-        if name in wanted or name in roots:
-            continue
-        op = trace.op[name]
-        if name not in ours and not op.is_input and _is_root(trace, op) and _maker(trace, name) not in ours:
-            roots.add(name)
-        else:
-            wanted.add(name)
-            todo += op.reads
-    return wanted, [op.name for op in trace.ops if op.name in roots]
-
-
-def _is_root(trace: Trace, op: Op) -> bool:
-    """Return True for what is sent as it is: the value of an op, or an item of it if these are several."""
-    return computes(op) or any(len(trace.op[read].holds) > len(op.holds) for read in op.reads)
-
-
-def _maker(trace: Trace, name: str) -> str:
-    """Return the op that computes a value, which may be a view of it."""
-    while not computes(trace.op[name]) and trace.op[name].reads:
-        name = trace.op[name].reads[0]
-    return name
+    graph, maker = places.graph, places.maker
+    wanted = sources(graph, own, graph.nodes - {name for name in places.sendable - own if maker[name] not in own})
+    return wanted, [name for name in graph if name not in wanted and not wanted.isdisjoint(graph.successors(name))]
 
 
 def _received(trace: Trace, roots: Iterable[str]) -> Iterator[Op]:
@@ -81,15 +61,3 @@ def _received(trace: Trace, roots: Iterable[str]) -> Iterator[Op]:
         fn = "received" if known else "input" if op.phase == "forward" else "tangent"
         yield Op(name, fn, known, new, op.holds, type=op.type, where=op.where)
         holder |= {storage.name: name for storage in new}
-
-
-def _results(trace: Trace, own: set[str], sums: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """Yield the step's outputs that this stage makes, and its parts of sums."""
-    for kind, value in trace.outputs:
-        todo = [value]
-        while todo:
-            name = todo.pop()
-            if name in sums:
-                todo += trace.op[name].reads
-            elif _maker(trace, name) in own:
-                yield kind, name

@@ -52,9 +52,9 @@ def sweeps_of(trace: Trace, plan: Plan) -> int:
     most, count, last = 1, 1, -1
     for op in apply(trace, plan).ops:
         if op.recomputes in step.again:
-            count += step.index[op.recomputes] <= last
-            most, last = max(most, count), step.index[op.recomputes]
-        elif step.index.get(op.name) in step.wants:
+            count += step.trace.index[op.recomputes] <= last
+            most, last = max(most, count), step.trace.index[op.recomputes]
+        elif step.trace.index.get(op.name) in step.wants:
             count, last = 1, -1
     return most
 
@@ -105,7 +105,7 @@ class _Model:
                     self.H[q, name] = self.program.column()
         for s in live:
             self.S[q, s] = self.program.column(lower=stage in self.step.pinned[s])
-            self.turns[q, s] = [self.step.index[name] for name in self.step.readers[s] if (q, name) in self.R]
+            self.turns[q, s] = [self.step.trace.index[name] for name in self.step.readers[s] if (q, name) in self.R]
             wanted = self._ends(q) and s in self.step.wants[stage]
             self.A[q, s] = [self.program.column(lower=wanted) for _ in range(len(self.turns[q, s]) + 1)]
 
@@ -120,7 +120,7 @@ class _Model:
 
     def _memory_of_rerun(self, q: int, op: Op) -> None:
         """The bytes while `op` runs again; if it draws, also while the generator is set before and after it."""
-        run, i, fixed = self.R[q, op.name], self.step.index[op.name], self.step.before(self.sweeps[q])
+        run, i, fixed = self.R[q, op.name], self.step.trace.index[op.name], self.step.before(self.sweeps[q])
         there = {self._there(q, s, i): n for s, n in self._sizes(q).items()}
         states = self._states(q, i)
         if not op.draws:
@@ -138,10 +138,12 @@ class _Model:
 
     def _memory_of_forward(self, i: int) -> None:
         """Nothing is run again in forward: a storage is in use there, or it is kept for backward."""
-        made = {s: n for s, n in self._sizes().items() if self.step.index[self.step.producer[s]] <= i}
+        made = {s: n for s, n in self._sizes().items() if self.step.trace.index[self.step.producer[s]] <= i}
         used = sum(n for s, n in made.items() if i <= self.step.last_forward_use[s])
         kept = {self.S[0, s]: n for s, n in made.items() if i > self.step.last_forward_use[s] and (0, s) in self.S}
-        states = {c: self.step.trace.op[k].draws for (q, k), c in self.H.items() if q == 0 and self.step.index[k] <= i}
+        states = {
+            c: self.step.trace.op[k].draws for (q, k), c in self.H.items() if q == 0 and self.step.trace.index[k] <= i
+        }
         self._fits(self.step.at(i) + used, kept, states)
 
     def _ends(self, q: int) -> bool:
@@ -150,13 +152,13 @@ class _Model:
 
     def _there(self, q: int, s: str, i: int) -> int:
         """Return the column of storage `s` being present at the turn of op `i` in sweep `q`, before the op's results."""
-        if self.step.index[self.step.producer[s]] >= i:
+        if self.step.trace.index[self.step.producer[s]] >= i:
             return self.S[q, s]
         return self.A[q, s][bisect.bisect_left(self.turns[q, s], i)]
 
     def _states(self, q: int, i: int = 0) -> Bytes:
         """The generator's states that are there when op `i` has its turn in sweep `q`, without its own."""
-        ops = [(name, op.draws, self.step.index[name]) for name, op in self.step.again.items() if op.draws]
+        ops = [(name, op.draws, self.step.trace.index[name]) for name, op in self.step.again.items() if op.draws]
         found = {self.H.get((q + (index < i), name)): draws for name, draws, index in ops if index != i}
         return {column: draws for column, draws in found.items() if column is not None}
 

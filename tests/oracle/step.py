@@ -53,7 +53,7 @@ class Step(ReuseGaps):
         """The stages before whose op a backward value (a view) holds each storage: that copy stays."""
         found: dict[str, set[int]] = {s: set() for s in self.producer}
         for i, op in enumerate(self.trace.ops):
-            for first, read in ((self.index[read], read) for read in op.reads):
+            for first, read in ((self.trace.index[read], read) for read in op.reads):
                 if first >= self.trace.boundary:
                     for s in self.movable([read]):
                         found[s].update(range(first + 1, i + 1))

@@ -160,7 +160,7 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
 def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
     """Offload and reload between two neighbouring reads of `storage`, cast or not; empty if that is impossible."""
     trace, root = gaps.trace, gaps.whole_value[storage]
-    first = gaps.index[root]
+    first = gaps.trace.index[root]
     reads = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
     stops = [first, *(i for i in reads if i > first)]
     gap = places[0] % len(stops)
@@ -191,7 +191,7 @@ def _views_read_from(gaps: ReuseGaps, storage: str, use: int) -> list[str] | Non
     wanted: list[str] = []
     for name in reversed(holders):
         if name in read:
-            if trace.op[name].makes or gaps.index[name] < gaps.index[root]:
+            if trace.op[name].makes or gaps.trace.index[name] < gaps.trace.index[root]:
                 return None
             wanted.append(name)
             read.update(trace.op[name].reads)

@@ -72,7 +72,7 @@ CHANGES = {
     "no tensor": (entry("exp_avg", "much"), "'exp_avg' of parameter 1 is str"),
     "step": (entry("step", "much"), "'step' of parameter 1 is str"),
     "lost": (lost, "parameter 0 has no 'exp_avg_sq'"),
-    "strange": (strange, "a state of parameter 9, which no group of it has"),
+    "strange": (strange, "a state of parameter 9, which is in no group"),
     "list": (top("optimizer", {"state": {0: [1]}, "param_groups": []}), "it has 0 groups"),
     "rate": (option("lr", "fast"), "'lr' of its group 0 is str, and has to be float"),
     "betas": (option("betas", (0.9,)), "'betas' of its group 0 is tuple"),

@@ -83,9 +83,9 @@ def test_stages_make_the_gradients_of_the_whole(name: str, count: int) -> None:
     model, args, kwargs = CASES[name]()
     model.train()
     captured = capture(model, args, kwargs, wanted=select_losses)
-    costs = IntervalCosts(Places(summarize(captured.graph.graph, lambda node: Cost(1.0))), gradient_sums(captured))
+    costs = IntervalCosts(Places(summarize(captured.graph.graph, lambda node: Cost(1.0)), gradient_sums(captured)))
     cut = best_cut(costs, [math.inf] * count, [1] * count)
-    traces = [stage_trace(costs.places, stage.begin, stage.end, costs.sums) for stage in cut.stages]
+    traces = [stage_trace(costs.places, stage.begin, stage.end) for stage in cut.stages]
     found = run(captured, traces, model, args, kwargs)
     eager = copy.deepcopy(model)
     result = eager(*args, **kwargs)
@@ -162,4 +162,4 @@ def total(node: Any, values: Mapping[str, Tensor]) -> Tensor:
 
 def _is_sum(captured: Captured, costs: IntervalCosts, name: str) -> bool:
     roles = zip(captured.outputs, returned_values(captured.graph.graph), strict=True)
-    return any(role.name == name and node.name in costs.sums for role, node in roles if role.kind == "gradient")
+    return any(role.name == name and node.name in costs.places.sums for role, node in roles if role.kind == "gradient")

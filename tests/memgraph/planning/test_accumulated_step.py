@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch import nn
 import memgraph
 import passes
 from memgraph.capture.capture import capture
+from memgraph.options.compile_options import CompileOptions
 from memgraph.planning import accumulated_step, step_graph
-from memgraph.planning.accumulated_step import or_known, plan_accumulated
+from memgraph.planning.accumulated_step import plan_accumulated
+from memgraph.planning.progress import Progress
+from memgraph.planning.search import PlanSearch
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.runtime.released_outputs import most_released
 from passes import Machine, PlanResult, Trace, parse, predict
@@ -168,12 +172,14 @@ def test_a_step_whose_room_for_gradients_was_told_has_a_plan_although_a_search_f
         "return gradient c\n"
     )
 
-    def search(trace: Trace, machine: Machine) -> PlanResult:
-        raise passes.BudgetError("none", machine.budget, 0)
+    class Vain(PlanSearch):
+        def search(self, trace: Trace, machine: Machine) -> PlanResult:
+            raise passes.BudgetError("none", machine.budget, 0)
 
+    search = Vain(CompileOptions(None), Progress(), math.inf)
     peak = predict(trace, Machine(1000)).peak
-    assert or_known(search, ())(trace, Machine(peak)).forecast.peak == peak
+    assert replace(search, known=())(trace, Machine(peak)).forecast.peak == peak
     with pytest.raises(passes.BudgetError):
-        or_known(search, ())(trace, Machine(peak - 1))
+        replace(search, known=())(trace, Machine(peak - 1))
     with pytest.raises(passes.BudgetError):
-        or_known(search, None)(trace, Machine(peak))
+        search(trace, Machine(peak))

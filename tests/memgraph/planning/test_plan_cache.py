@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.api import kept_steps
 from memgraph.graph.captured import Captured
+from memgraph.options.compile_options import CompileOptions
 from memgraph.planning import capture_cache, plan_cache, search, step_graph
+from memgraph.planning.progress import Progress
+from memgraph.planning.search import PlanSearch
 from memgraph.system import measurement_cache
 from passes import Machine, Op, PlanResult, Storage, Trace, make_plan
 from passes.pipeline import FAIR_GAP
@@ -108,25 +111,26 @@ def passes_peak() -> int:
     return make_plan(TRACE, Machine(1 << 40)).forecast.peak
 
 
-def once(found: list[PlanResult]) -> Callable[[Trace, Machine], PlanResult]:
-    def search(trace: Trace, machine: Machine) -> PlanResult:
-        found.append(make_plan(trace, machine))
-        return found[-1]
+def once(found: list[PlanResult], **options: Any) -> PlanSearch:
+    class Counted(PlanSearch):
+        def search(self, trace: Trace, machine: Machine) -> PlanResult:
+            found.append(make_plan(trace, machine))
+            return found[-1]
 
-    return search
+    return Counted(CompileOptions(None, **options), Progress(), math.inf)
 
 
 def test_other_prices_options_or_budgets_are_searched_for() -> None:
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for _ in range(2):
-        assert plan_cache.find_plan(TRACE, tight, (), search).plan == found[0].plan != ()
+        assert search(TRACE, tight).plan == found[0].plan != ()
     assert len(found) == 1
-    plan_cache.find_plan(TRACE, tight, ("other",), search)
-    plan_cache.find_plan(TRACE, machine(0.72), (), search)
+    once(found, time_limit=1000.0)(TRACE, tight)
+    search(TRACE, machine(0.72))
     repriced = replace(TRACE, ops=tuple(replace(op, us=op.us * 3) for op in TRACE.ops))
     plan_cache._near.clear()
-    plan_cache.find_plan(repriced, tight, (), search)
+    search(repriced, tight)
     assert len(found) == 4
 
 
@@ -144,8 +148,8 @@ def test_the_plan_of_a_neighbour_is_taken_where_it_is_near_what_is_proven() -> N
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for length in (62, 66):
-        plan_cache.find_plan(of_length(length), tight, (), search)
-    between = plan_cache.find_plan(of_length(64), tight, (), search)
+        search(of_length(length), tight)
+    between = search(of_length(64), tight)
     assert len(found) == 2
     assert between.plan == found[1].plan
     assert between.forecast.peak <= tight.budget
@@ -156,7 +160,7 @@ def test_the_plan_of_a_distant_or_smaller_neighbour_is_not_taken() -> None:
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for length in (88, 60, 64):
-        choice = plan_cache.find_plan(of_length(length), tight, (), search)
+        choice = search(of_length(length), tight)
         assert choice.forecast.peak <= tight.budget
     assert len(found) == 3
     assert found[2].overhead + FAIR_GAP < found[0].overhead
@@ -165,15 +169,15 @@ def test_the_plan_of_a_distant_or_smaller_neighbour_is_not_taken() -> None:
 def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
-    plan_cache.find_plan(TRACE, tight, (), search)
-    key = plan_cache.step_key(TRACE, tight, ())
+    search(TRACE, tight)
+    key = plan_cache.step_key(TRACE, tight, search.options.search_key)
     good = measurement_cache.read_cached(key, plan_cache.FILE)
     damaged: list[object] = [[], {}, {**good, "decisions": ["recompute nothing"]}, {**good, "sliced": 3, "prices": 5}]
     for bad in damaged:
         plan_cache._texts.clear()
         plan_cache._near.clear()
         measurement_cache.write_cached(key, bad, plan_cache.FILE)
-        assert plan_cache.find_plan(TRACE, tight, (), search).plan == found[0].plan
+        assert search(TRACE, tight).plan == found[0].plan
     assert len(found) == 5
 
 

@@ -92,7 +92,7 @@ def test_no_op_reads_a_storage_inside_its_gap(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
     for storage in gaps.producer:
         readers = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
-        forward = [gaps.index[gaps.producer[storage]], *(i for i in readers if i < trace.boundary)]
+        forward = [gaps.trace.index[gaps.producer[storage]], *(i for i in readers if i < trace.boundary)]
         assert gaps.last_forward_use[storage] == max(forward)
         assert gaps.uses.get(storage, ()) == tuple(i for i in readers if i >= trace.boundary)
 

@@ -52,7 +52,7 @@ def test_a_recomputed_value_stays_until_its_last_read() -> None:
     found = moments(STEP)
     lines = [said(found)]
     for maker in (1, 0):
-        found.add(found.problem.gaps.index["r"] * found.stride + maker)
+        found.add(found.problem.gaps.trace.index["r"] * found.stride + maker)
         lines.append(said(found))
     assert_expected_inline(
         "\n".join(lines),

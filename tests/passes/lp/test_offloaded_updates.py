@@ -134,7 +134,7 @@ def test_a_reload_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None
         text = text.replace(f"makes {name}:0 | offloaded", f"makes {name}:{nbytes}")
     gaps = ReuseGaps(parse(text))
     far = {home: Placement.OFFLOAD for home in StreamableStates(gaps.trace).inputs if home in ("r", "s", "v", "w")}
-    assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
+    assert updates_of(gaps.trace, far) == {gaps.trace.index["v_update"], gaps.trace.index["w_update"]}
     backs = {
         machine.link.half_duplex: [
             decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)

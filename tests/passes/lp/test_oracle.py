@@ -307,7 +307,7 @@ def test_no_placements_without_a_tier_beat_checkmate(case: tuple[Trace, int]) ->
 def test_no_recomputes_beat_checkmate(data: st.DataObject) -> None:
     """Wherever in backward they stand, and whatever they make again."""
     trace = data.draw(traces(max_forward=6))
-    boundary, index = trace.boundary, ReuseGaps(trace).index
+    boundary, index = trace.boundary, ReuseGaps(trace).trace.index
     drawn = data.draw(recomputes(trace))
     plan = tuple(d for d in drawn if isinstance(d, Recompute) and index[d.value] < boundary <= index[d.before])
     forecast = predict(apply(trace, plan), NO_LINK)

@@ -27,7 +27,7 @@ STEP = parse("""
 def test_a_storage_is_needed_when_backward_reads_it_or_recomputes_with_it() -> None:
     """Only c and a are never read by backward; m has no user, and n may not run again."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
-    place = program.gaps.index | {"never": program.size}
+    place = program.gaps.trace.index | {"never": program.size}
     items, makers = program.first_needs, program.first_reruns
     names = [item.storage for item in program.storages]
     assert names == ["a", "b", "c", "e", "n", "m"]
@@ -41,7 +41,7 @@ def test_a_storage_is_needed_when_backward_reads_it_or_recomputes_with_it() -> N
 def test_a_producer_has_run_again_when_all_that_may_need_it_have() -> None:
     """a is needed at g, where c is recomputed, but b may need it at h."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
-    place = program.gaps.index | {"never": program.size}
+    place = program.gaps.trace.index | {"never": program.size}
     settled = dict(zip((maker.value for maker in program.producers), program.last_reruns, strict=True))
     names = {"a": "h", "b": "h", "c": "g", "e": "g", "n": "i", "m": "never"}
     assert settled == {name: place[at] for name, at in names.items()}

@@ -153,7 +153,7 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
     plan = list(schedule(gaps, fates, machine))
     for i, decision in enumerate(plan):
         if isinstance(decision, Reload):
-            back = data.draw(st.integers(gaps.index[decision.back], gaps.index[decision.use]))
+            back = data.draw(st.integers(gaps.trace.index[decision.back], gaps.trace.index[decision.use]))
             plan[i] = replace(decision, back=trace.ops[back].name)
         elif (
             isinstance(decision, Stream)

@@ -277,9 +277,9 @@ def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trac
     for decision in plan:
         match decision:
             case Recompute(before=op) | Reload(back=op):
-                assert gaps.index[op] >= trace.boundary
+                assert gaps.trace.index[op] >= trace.boundary
             case Offload(out=out, free=free):
-                assert gaps.index[out] <= gaps.index[free] < trace.boundary
+                assert gaps.trace.index[out] <= gaps.trace.index[free] < trace.boundary
     applied = apply(trace, plan)
     assert not any(op.recomputes for op in applied.ops[: applied.boundary])
 

@@ -104,7 +104,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     plan = list(schedule(gaps, fates, machine))
     for i, decision in enumerate(plan):
         if isinstance(decision, Reload):
-            back = data.draw(st.integers(trace.boundary, gaps.index[decision.use]))
+            back = data.draw(st.integers(trace.boundary, gaps.trace.index[decision.use]))
             plan[i] = replace(decision, back=trace.ops[back].name)
     if data.draw(st.booleans()):
         plan.sort(key=lambda decision: isinstance(decision, Recompute))

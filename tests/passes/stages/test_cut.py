@@ -49,10 +49,10 @@ SUMS = frozenset({"gw"})
 
 
 def test_the_stages_of_a_step_with_a_skip_and_a_shared_parameter() -> None:
-    places = Places(SKIP)
-    costs = IntervalCosts(places, SUMS)
+    places = Places(SKIP, SUMS)
+    costs = IntervalCosts(places)
     cut = best_cut(costs, [math.inf, math.inf], [2, 1])
-    texts = (str(stage_trace(places, stage.begin, stage.end, SUMS)) for stage in cut.stages)
+    texts = (str(stage_trace(places, stage.begin, stage.end)) for stage in cut.stages)
     shown = [f"{stage}: {us} us\n{text}" for stage, us, text in zip(cut.stages, cut.us, texts, strict=True)]
     assert_expected_inline(
         "\n".join(shown),
@@ -216,24 +216,24 @@ def test_bounds_without_a_tier_are_below_what_keeps_the_budget(trace: Trace, cou
 
 
 def test_a_budget_that_no_cut_keeps_names_the_stage() -> None:
-    costs = IntervalCosts(Places(SKIP), SUMS)
+    costs = IntervalCosts(Places(SKIP, SUMS))
     with pytest.raises(BudgetError, match="stage 1 is allowed 60 bytes, and its parameters and gradients alone"):
         best_cut(costs, [10_000, 60], [2, 1])
 
 
 def test_more_stages_than_ops_are_refused() -> None:
     with pytest.raises(ValueError, match="40 stages are wanted, and the step can be cut into 5"):
-        best_cut(IntervalCosts(Places(SKIP), SUMS), [math.inf] * 40, [1] * 40)
+        best_cut(IntervalCosts(Places(SKIP, SUMS)), [math.inf] * 40, [1] * 40)
 
 
 def test_places_that_do_not_rise_are_refused() -> None:
-    costs = IntervalCosts(Places(SKIP), SUMS)
+    costs = IntervalCosts(Places(SKIP, SUMS))
     with pytest.raises(ValueError, match="can't begin at places"):
         balanced_cut(costs, [0, 8, 6], [1, 1, 1])
 
 
 def test_recomputing_moves_the_cut() -> None:
-    costs = IntervalCosts(Places(SKIP), SUMS)
+    costs = IntervalCosts(Places(SKIP, SUMS))
     free = best_cut(costs, [math.inf, math.inf], [4, 1])
     tight = best_cut(costs, [230, math.inf], [4, 1])
     assert isinstance(tight, Cut) and tight.slowest_us >= free.slowest_us

@@ -14,7 +14,7 @@ STEP = """
 import hashlib, json, os, torch, memgraph
 from torch import nn
 from memgraph.capture import trace_call
-from memgraph.planning import planner
+from memgraph.planning import later_step
 
 counts = {"traces": 0, "planned": 0}
 def counted(owner, name, what):
@@ -25,7 +25,7 @@ def counted(owner, name, what):
     setattr(owner, name, count)
 
 counted(trace_call, "trace_joint", "traces")
-counted(planner, "plan_accumulated", "planned")
+counted(later_step, "plan_accumulated", "planned")
 torch.manual_seed(0)
 layers = [layer for _ in range(2) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
 model = nn.Sequential(*layers, nn.Linear(32, 1))
