@@ -33,6 +33,7 @@ from .constants import describe_constants, refuse_changed_constants
 from .floats.float_inputs import with_stand_ins
 from .inplace import replace_inplace
 from .joint.joint_graph import JointGraph
+from .split_parts import merge_parts
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class FunctionalGraph:
 def functionalize(joint: JointGraph, call: Call) -> FunctionalGraph:
     """Return the same step without in-place changes."""
     functional = _functional(joint, call.module)
+    merge_parts(functional.graph.graph, joint.mode)
     _refuse_shared(call, functional.changed)
     return functional
 

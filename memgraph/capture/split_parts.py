@@ -30,7 +30,8 @@ def merge_parts(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Let copies of parts share a tensor, where they do in eager."""
     copies: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for copy in graph.find_nodes(op="call_function", target=COPY_WITH_STRIDES):
-        if (part := _part_of(copy)) is not None and _layout(part) == _layout(copy):
+        is_returned = any(user.op == "output" for user in copy.users)
+        if not is_returned and (part := _part_of(copy)) is not None and _layout(part) == _layout(copy):
             copies.setdefault(part.args[0], []).append((part.args[1], copy))  # type: ignore[arg-type]
     if not copies:
         return

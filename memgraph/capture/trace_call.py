@@ -33,7 +33,6 @@ from .python_state.refused_draws import refuse_python_random
 from .saved.capture_files import call_kind, find_capture, keep_capture
 from .saved.op_log import OpLog
 from .sizes.size_inputs import SizeInputs, name_sizes
-from .split_parts import merge_parts
 from .values.value_run import ValueRun
 
 
@@ -82,7 +81,6 @@ def trace_call(
             joint = trace_joint(call, mode, wanted, log, recorder)
         functional = functionalize(joint, call)
         copy_only_inputs(functional.graph.graph, mode)
-        merge_parts(functional.graph.graph, mode)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
         if sizes is not None:

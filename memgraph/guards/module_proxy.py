@@ -86,7 +86,11 @@ class ModuleProxy(ClassProxy, nn.Module):
             delattr(self._module, name)
 
     def _get_name(self) -> str:
-        return type(self).__name__
+        """Return the module's own name: transformers' Trainer looks it up to find out what the model is."""
+        return self._module._get_name()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"
 
     def train(self, mode: bool = True) -> Self:
         self._module.train(mode)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +38,12 @@ class LaterStep:
     search: PlanSearch
 
     def least_nbytes(self) -> int:
-        """Return the least bytes with a plan; 0 if no such call comes."""
+        """Return the least bytes for which the quick passes find a plan; 0 if no such call comes."""
         if self.first.later is None:
             return 0
+        quick = replace(self.search, until=time.monotonic(), is_last=False)
         try:
-            return self.first.ranks.choose(*self.pricing(self.first.later), self.search).forecast.peak
+            return self.first.ranks.choose(*self.pricing(self.first.later), quick).forecast.peak
         except BudgetError as error:
             return error.smallest
 

@@ -137,6 +137,14 @@ def test_trainer_trains_saves_resumes_and_finds_the_best_as_with_the_plain_model
     assert history(again)[:-1] == history(theirs)[:-1]  # the last entry's mean is over the steps of this run
 
 
+def test_labels_of_a_language_model_are_shifted_before_they_are_smoothed(tmp_path: Path) -> None:
+    theirs = trainer_of(gpt2(), WORDS, tmp_path / "plain", label_smoothing_factor=0.1)
+    theirs.train()
+    ours = trainer_of(memgraph.compile(gpt2(), ROOM), WORDS, tmp_path / "ours", label_smoothing_factor=0.1)
+    ours.train()
+    assert history(ours) == history(theirs)
+
+
 @pytest.mark.parametrize("place", ["the adapted model", "the model below the adapter"])
 def test_trainer_trains_an_adapter_as_with_the_plain_model(place: str, tmp_path: Path) -> None:
     options = {"load_best_model_at_end": False, "num_train_epochs": 1, "gradient_checkpointing": True}
@@ -220,6 +228,7 @@ def test_a_compiled_module_is_of_the_class_and_takes_what_the_plain_one_takes() 
     assert isinstance(compiled, Frozen)
     assert isinstance(compiled, memgraph.CompiledModule)
     assert type(compiled) is not Frozen
+    assert (compiled._get_name(), repr(compiled)) == ("Frozen", f"CompiledModule({plain!r})")
     assert str(inspect.signature(compiled.forward)) == "(x: 'Tensor', *, scale: 'float' = 1.0)"
     losing = memgraph.compile(plain, ROOM, loss=nn.MSELoss(), microbatches=2)
     assert list(inspect.signature(losing.forward).parameters) == ["x", "scale", "target"]

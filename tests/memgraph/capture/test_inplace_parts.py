@@ -37,6 +37,19 @@ class Cells(nn.Module):
         return loss
 
 
+class ReturnsGates(nn.Module):
+    """Returns a part that it has changed in place, and the loss of all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.layer(x).unsafe_chunk(3, 1)
+        gate, other = first.sigmoid_(), second.tanh_()
+        return (gate * other * third.exp_()).sum(), gate
+
+
 class Gated(nn.Module):
     """Changes parts of a split in place, and then reads what it is told to."""
 
@@ -89,6 +102,19 @@ def test_a_part_that_is_changed_after_others_were_read_is_copied_alone() -> None
     wholes = [node for node in cats if node.meta["phase"] == "forward"]
     assert len(wholes) == 4  # two gates of each time step, beside the third part as it was
     assert all(whole.meta["val"].shape == (3, 18) for whole in wholes)
+
+
+def test_a_part_that_is_returned_is_the_callers() -> None:
+    torch.manual_seed(0)
+    model, x = ReturnsGates(), torch.randn(5, 4)
+    compiled = memgraph.compile(copy.deepcopy(model), "1GB")
+    for _ in range(2):
+        expected, found = model(x), compiled(x)
+        for loss, _ in (expected, found):
+            loss.backward()
+        assert torch.equal(found[1], expected[1])
+    gradients = [[parameter.grad for parameter in each.parameters()] for each in (model, compiled)]
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("where", ["part", "copy"])

@@ -111,7 +111,7 @@ def test_a_budget_is_not_refused_for_want_of_time_unless_a_limit_was_given(
     def late(trace: Trace, machine: Machine, log: Log, seconds: float) -> PlanResult:
         given.append(seconds)
         if seconds < 1.0:
-            raise BudgetError("none fits", machine.budget, machine.budget + 1)
+            raise BudgetError("none fits", machine.budget, machine.budget + 1, timed_out=True)
         return make_plan(trace, machine, log=log, seconds=seconds)
 
     x = torch.ones(64, 16)
