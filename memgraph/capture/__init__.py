@@ -13,6 +13,7 @@ joint                 first trace: forward and backward, op by op
 floats                captures in which floats are inputs
 sizes                 captures in which lengths are symbols
 inplace               in-place ops on values of the step as functional ops
+split_parts           changed parts of a split in one tensor, as in eager
 written_views         a write into part of a value as a new value of the whole
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients

@@ -14,8 +14,9 @@ nearby_times       times of ops, scaled from a step of another length
 search             trace and machine -> a plan
 plan_cache         plans that were found before
 accumulated_step   a plan of the step that adds to gradients
-later_step         does the same call fit once gradients exist?
+later_step         the step of the same call once gradients exist
 budget_error       add advice, and the bytes of accumulation, to the BudgetError of passes/pipeline.py
+scalar_outputs     plan for scalar outputs alone where no plan for all fits
 lowering           compile segments of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step
