@@ -357,7 +357,7 @@ CASES = (
 BESIDE = (
     Case("mobilenet", MobileNet, lambda: Batch((torch.randn(8, 3, 32, 32), torch.arange(8))), lambda out: out[0], True),
     Case("queue", Queue, lambda: Batch((torch.randn(16, 64, 48), torch.arange(16))), lambda out: out[0], True),
-    Case("cells", Cells, lambda: Batch((torch.randn(64, 12, 24), torch.randn(64, 24))), lambda out: out[0], True),
+    Case("cells", Cells, lambda: Batch((torch.randn(128, 6, 24), torch.randn(128, 24))), lambda out: out[0], True),
     Case(
         "twice", Twice, lambda: Batch((torch.randn(4, 3, 32, 32), torch.randn(4, 3, 32, 32))), lambda out: out["loss"],
         True,
