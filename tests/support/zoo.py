@@ -228,20 +228,6 @@ class Queue(nn.Module):
         return F.cross_entropy(10 * logits, targets), logits
 
 
-class Cells(nn.Module):
-    """A recurrent cell in a loop over time steps, whose gates it changes in place."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(width, width)
-
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found = cell = torch.zeros_like(targets)
-        for row in x.unbind(1):
-            found, cell = self.cell(row, (found, cell))
-        return F.mse_loss(found, targets), found
-
-
 class Twice(nn.Module):
     """An encoder with norms that runs on two images, and a running mean in a buffer that is read first."""
 
@@ -357,7 +343,6 @@ CASES = (
 BESIDE = (
     Case("mobilenet", MobileNet, lambda: Batch((torch.randn(8, 3, 32, 32), torch.arange(8))), lambda out: out[0], True),
     Case("queue", Queue, lambda: Batch((torch.randn(16, 64, 48), torch.arange(16))), lambda out: out[0], True),
-    Case("cells", Cells, lambda: Batch((torch.randn(128, 6, 24), torch.randn(128, 24))), lambda out: out[0], True),
     Case(
         "twice", Twice, lambda: Batch((torch.randn(4, 3, 32, 32), torch.randn(4, 3, 32, 32))), lambda out: out["loss"],
         True,
