@@ -143,11 +143,9 @@ class _Limits:
     @property
     def _least_nbytes(self) -> int:
         """Return the bytes that an open forward holds under any plan: inputs, outputs and tangents."""
-        outputs = {
-            held for kind, value in self.trace.outputs if kind == "output" for held in self.trace.op[value].holds
-        }
-        inputs = {held for op in self.trace.ops if op.fn in ("input", "tangent") for held in op.holds}
-        return sum(self.trace.nbytes[held] for held in outputs | inputs)
+        outputs = [value for kind, value in self.trace.outputs if kind == "output"]
+        inputs = [op.name for op in self.trace.ops if op.fn in ("input", "tangent")]
+        return sum(self.trace.nbytes[held] for held in self.trace.held_by([*outputs, *inputs]))
 
     def _with_open_forwards(self, plan: Plan, result: PlanResult | None = None) -> PlanResult:
         """Return a plan with the bytes that other forwards hold under it."""

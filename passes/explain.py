@@ -61,17 +61,10 @@ def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) ->
     return "\n".join([*lines, f"{least}, or {' or '.join(_advice(captured, op, live, machine))}."])
 
 
-def least_nbytes(captured: Trace, machine: Machine) -> int:
-    """Return bytes that every plan needs; the least that a plan needs may be more."""
-    return int(PlanProblem(ReuseGaps(captured), machine).floor.max(initial=0.0))
-
-
 def _floor(captured: Trace, machine: Machine) -> tuple[PlanProblem, int] | None:
     """Return the op at which every plan needs more than the budget, if there is one."""
     program = PlanProblem(ReuseGaps(captured), machine)
-    if int(program.floor.max(initial=0.0)) <= machine.budget:
-        return None
-    return program, int(np.argmax(program.floor))
+    return None if program.least_nbytes <= machine.budget else (program, int(np.argmax(program.floor)))
 
 
 def _named(op: Op) -> str:

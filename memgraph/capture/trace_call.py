@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.accumulate_grads import sum_grads_early
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured
+from ..graph.gradient_sums import sum_grads_early
 from ..opaque.recorder import Recorder
 from ..tensors.loss_outputs import OutputSelector
 from .assemble import assemble, with_floats, with_guards

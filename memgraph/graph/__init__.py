@@ -17,12 +17,12 @@ opaque_ops          submodules that run as they are, as ops
 define_op           define an op that is the same on every device
 op_descriptions     results of ops that torch describes wrongly or not at all
 ops                 runtime ops: offload, reload, wait, free, update, collectives
-accumulate_grads    add gradients to .grad, and over micro-batches, inside backward
+accumulate_grads    add gradients to .grad inside backward
 fuse_updates        insert parameter updates into backward
 summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
 partition           joint graph -> forward and backward GraphModule
-gradient_sums       the ops that add up gradients of one parameter
+gradient_sums       sums of gradients: those of one parameter, early ones, sums in place
 stage_graph         the graph of one pipeline stage
 inductor            compile segments of a graph
 """

@@ -45,6 +45,11 @@ def allocates_nothing(node: fx.Node) -> bool:
     return storages(node) <= all_storages(node.all_input_nodes)
 
 
+def is_sum(node: fx.Node) -> bool:
+    """Return True if the node adds two values of the graph."""
+    return node.target is aten.add.Tensor and len(node.all_input_nodes) == len(node.args) == 2 and not node.kwargs
+
+
 def returned_values(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ from passes.ir.liveness import RELEASED
 
 from ..tensors.traced_number import FloatArgument, NumberNode
 from .aten_shims import COPY_WITH_STRIDES
-from .nodes import all_storages, aten, returned_values, storages
+from .nodes import all_storages, is_sum, returned_values, storages
 from .ops import accumulate
 from .summarize import PURE_WHEN_RERUN
 
@@ -175,7 +175,7 @@ def _replace_reads(node: fx.Node, unused_nodes: Set[fx.Node]) -> None:
     terms = node.args[:2]
     if node.target is accumulate:
         node.target = _keep_gradient if terms[1] in unused_nodes else _copy_gradient
-    elif node.target is aten.add.Tensor and not node.kwargs and _adds_alike(node):
+    elif is_sum(node) and _is_alike(node):
         node.target, node.args = COPY_WITH_STRIDES, (terms[terms[0] in unused_nodes], list(node.meta["val"].stride()))
     else:
         with node.graph.inserting_before(node):
@@ -199,10 +199,9 @@ def _read(tensor: Tensor) -> None:
     pass
 
 
-def _adds_alike(node: fx.Node) -> bool:
-    """Return True if the node adds two tensors of the same shape, without broadcasting."""
-    alike = {(read.meta["val"].shape, read.meta["val"].dtype) for read in (node, *node.all_input_nodes)}
-    return len(alike) == 1 and len(node.all_input_nodes) == 2
+def _is_alike(node: fx.Node) -> bool:
+    """Return True if the inputs have the shape and the dtype of the result."""
+    return len({(each.meta["val"].shape, each.meta["val"].dtype) for each in (node, *node.all_input_nodes)}) == 1
 
 
 def zeros_with_strides(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

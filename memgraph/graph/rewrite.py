@@ -108,3 +108,11 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
             if isinstance(tensor, FakeTensor):
                 return tensor.fake_mode
     return FakeTensorMode()
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, whose nodes keep their names and facts."""
+    copied = fx.Graph()
+    output = copied.output(copied.graph_copy(graph, {}))
+    output.meta = dict(graph.output_node().meta)
+    return copied

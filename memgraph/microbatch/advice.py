@@ -54,7 +54,7 @@ def _would_help(
         parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False
-    return _floor(parts.graph.graph, machine) < _floor(graph, machine)
+    return _least_nbytes(parts.graph.graph, machine) < _least_nbytes(graph, machine)
 
 
 def _split(module: nn.Module) -> nn.Module | None:
@@ -67,5 +67,5 @@ def _split(module: nn.Module) -> nn.Module | None:
     return MicroBatches(module, 2)
 
 
-def _floor(graph: fx.Graph, machine: Machine) -> int:
-    return int(PlanProblem(ReuseGaps(summarize(graph)), machine).floor.max(initial=0))
+def _least_nbytes(graph: fx.Graph, machine: Machine) -> int:
+    return PlanProblem(ReuseGaps(summarize(graph)), machine).least_nbytes

@@ -61,8 +61,8 @@ def plan_accumulated(
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            floor = PlanProblem(ReuseGaps(most_released(trace)), machine).floor.max(initial=0)
-            if floor > machine.budget or time.monotonic() >= until:
+            least = PlanProblem(ReuseGaps(most_released(trace)), machine).least_nbytes
+            if least > machine.budget or time.monotonic() >= until:
                 break
         else:
             return AccumulatedStep(choice.forecast.peak, choice.plan)

@@ -37,7 +37,7 @@ class LaterStep:
     pricing: Pricing
     search: PlanSearch
 
-    def least_nbytes(self) -> int:
+    def needed_nbytes(self) -> int:
         """Return the least bytes for which the quick passes find a plan; 0 if no such call comes."""
         if self.first.later is None:
             return 0

@@ -124,7 +124,7 @@ class Planner:
             if isinstance(error, PlanError):
                 raise
             suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-            raise budget_error(error, call, graph, later.least_nbytes, suggest) from None
+            raise budget_error(error, call, graph, later.needed_nbytes, suggest) from None
         step = self._step(graph, machine, result, later.accumulated(result, machine), began)
         return step if call.nearby is None else step.without_replan()
 

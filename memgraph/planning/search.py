@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, make_plan
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.concurrent_forwards import plan_forwards
-from passes.explain import least_nbytes
+from passes.lp.problem import PlanProblem
 from passes.simulate.plan_result import try_plan
 
 from ..options.compile_options import CompileOptions
@@ -89,7 +90,7 @@ class PlanSearch:
             is_bounded = self.options.time_limit is not None or time.monotonic() >= late
             if is_bounded or not (error.timed_out and self.is_last):
                 raise
-            if least_nbytes(trace, machine) > machine.budget:
+            if PlanProblem(ReuseGaps(trace), machine).least_nbytes > machine.budget:
                 raise  # it is proven that none fits
             LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
             return make_plan(trace, machine, log=self.progress.done, seconds=self._left(late))

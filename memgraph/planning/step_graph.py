@@ -21,8 +21,9 @@ from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
-from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads, with_sums_in_place
+from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
+from ..graph.gradient_sums import with_sums_in_place
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
@@ -99,17 +100,15 @@ def capture_step(
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
     lowers = where.lowers and not state.has_other_ranks  # ranks would each find other segments worth it
-    plain = StepGraph(where, captured, _with_sums(captured.graph.graph, lowers), trained, ranks, lowers)
+
+    def step(graph: fx.Graph, later: StepGraph | None = None) -> StepGraph:
+        graph = graph if lowers else with_sums_in_place(graph)  # Inductor may fuse sums with the ops around them
+        return StepGraph(where, captured, graph, trained, ranks, lowers, later)
+
     if options.accumulate or has_gradients(module.parameters()):
-        return replace(plain, graph=_with_sums(_accumulating(captured, module, options), lowers))
-    if options.accumulate is False or not trained.parameters or trained.updates:
-        return plain
-    return replace(plain, later=replace(plain, graph=_with_sums(_accumulating(captured, module, options), lowers)))
-
-
-def _with_sums(graph: fx.Graph, lowers: bool) -> fx.Graph:
-    """Return the graph with sums in place, except where Inductor may fuse them with the ops around them."""
-    return graph if lowers else with_sums_in_place(graph)
+        return step(_accumulating(captured, module, options))
+    is_only = options.accumulate is False or not trained.parameters or trained.updates
+    return step(captured.graph.graph, None if is_only else step(_accumulating(captured, module, options)))
 
 
 def _accumulating(captured: Captured, module: nn.Module, options: CompileOptions) -> fx.Graph:

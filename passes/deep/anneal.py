@@ -51,7 +51,7 @@ def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
         return ()
     machine = machine.without_tier
     problem = PlanProblem(ReuseGaps(trace), machine)
-    if problem.floor.max(initial=0.0) > machine.budget:
+    if problem.least_nbytes > machine.budget:
         return ()
     rng_nbytes = [nbytes for _, nbytes, _ in problem.rng_draws]  # there from forward on, and twice while they are set
     room = machine.budget - sum(rng_nbytes) - 2 * max(rng_nbytes, default=0)

@@ -43,7 +43,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     if not solver.is_installed():
         return Proposal(())
     program = PlanProblem(ReuseGaps(trace), machine.without_tier)
-    if program.floor.max(initial=0.0) > machine.budget:
+    if program.least_nbytes > machine.budget:
         return Proposal(())
     found = _PhaseSearch(program, until).run()
     return replace(found, any_us=0.0, no_offload_us=found.any_us) if machine.link.out else found

@@ -187,6 +187,11 @@ class PlanProblem:
             floor[position] -= self.gaps.trace.ops[position].workspace - self.least_workspace(position)
         return floor
 
+    @property
+    def least_nbytes(self) -> int:
+        """Bytes that every plan needs; the least that a plan needs may be more."""
+        return int(self.floor.max(initial=0.0))
+
     def least_workspace(self, position: int) -> int:
         """Return the fewest bytes that the op at a position allocates while it runs: an update may run in windows."""
         nbytes = self.gaps.trace.ops[position].workspace

@@ -46,7 +46,7 @@ def relax(model: PlanModel, work: float = INFINITY, rounds: int = ROUNDS) -> Rel
     Returns None if no plan at all fits the budget.
     """
     problem, memory = model.problem, model.memory
-    if problem.floor.max(initial=0.0) > model.budget:
+    if problem.least_nbytes > model.budget:
         return None
     first = {problem.boundary - 1, *map(int, np.argsort(-problem.fixed[: problem.boundary])[:3])}
     for position in sorted(first & set(range(problem.boundary))):

@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from memgraph.capture.capture import capture
-from memgraph.graph.accumulate_grads import with_sums_in_place
 from memgraph.graph.aten_shims import COPY_WITH_STRIDES
+from memgraph.graph.gradient_sums import with_sums_in_place
 from memgraph.graph.nodes import aten, fake_result
 from memgraph.graph.ops import accumulate
 from memgraph.tensors.loss_outputs import select_losses
