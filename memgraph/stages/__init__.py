@@ -10,6 +10,9 @@ cutter.py: the best cut, and the plan of each stage
 stage_budget.py: what a rank holds besides its stage's step
 planned_stage.py: a stage with its plan, ready to run
 stage_runs.py: forward and backward of the micro-batches of a mini-batch
+stage_tensors.py: the parameters and buffers of a rank
+stage_state_dict.py: state dicts of a model in stages
+stage_updates.py: the optimizer of each stage, and its bytes
 messages.py: values between stages
 shared_parameters.py: gradients of parameters that several stages read
 stage_group.py: the ranks of a pipeline, and the errors of one of them

@@ -16,6 +16,7 @@ from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
 from .action_order import SCHEDULES
 from .stage_group import ADVICE, StageGroup
+from .stage_tensors import all_tensors
 
 SUBJECT = "the arguments of the pipeline"
 Budget = str | int | float | None
@@ -62,7 +63,13 @@ def _parsed(
         raise ValueError(f"chunks={chunks!r}; give the number of micro-batches, 1 for the whole mini-batch")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
-    device = device_of([*model.parameters(), *model.buffers()])
+    meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
+    if 0 < meta < len(all_tensors(model)):
+        raise ValueError(
+            f"{meta} of {len(all_tensors(model))} parameters and buffers of the model are on the meta device, as in a "
+            "model that is in stages already; make a new one"
+        )
+    device = device_of_model(model)
     if device.type != "cpu":
         raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
     budgets = [*budget] if isinstance(budget, list | tuple) else [budget] * group.stages
@@ -79,4 +86,5 @@ def _parsed(
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    return device_of([*model.parameters(), *model.buffers()])
+    """Return the device of what is not on the meta device."""
+    return device_of(tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,9 +22,11 @@ from ..profile.memory_meter import resident_bytes
 from .action_order import StageOrder
 from .arguments import PipelineArguments, device_of_model
 from .planned_stage import PlannedStage, StagePlanner
-from .stage_budget import StageBudget
+from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
 from .stage_group import StageGroup
+from .stage_tensors import all_tensors
+from .stage_updates import StageUpdates
 from .whole_step import WholeStep
 
 
@@ -37,6 +39,7 @@ class Cutter:
     group: StageGroup
     given: PipelineArguments
     batch_nbytes: int
+    updates: StageUpdates
 
     def begins(self) -> tuple[int, ...] | list[int]:
         """Return the place at which each stage begins; if no cut fits, a list of the smallest budgets.
@@ -87,12 +90,22 @@ class Cutter:
 
     def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
         order = self._order(stage)
-        device = device_of_model(self.module)
-        model = resident_bytes([*self.module.parameters(), *self.module.buffers()])
-        known = dict(self.module.named_parameters())
-        shared = sum(known[name].nbytes for name in cut.shared(stage))
-        sizes = model, self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), shared
-        return StagePlanner(cut, order, StageBudget.of(self.given.budgets[stage], *sizes), device)
+        parameters = self._parameters(cut, stage)
+        sizes = self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), parameters
+        budget = StageBudget.of(self.given.budgets[stage], *sizes)
+        return StagePlanner(cut, order, budget, device_of_model(self.module))
+
+    def _parameters(self, cut: StageCut, stage: int) -> StageParameters:
+        known = all_tensors(self.module)
+        trained = frozenset(cut.gradient_names(cut.traces[stage]))
+        unread = cut.owned(known)[stage] - cut.tensors(stage)
+
+        def nbytes(names: Iterable[str]) -> int:
+            return resident_bytes([known[name] for name in names])
+
+        return StageParameters(
+            nbytes(trained), nbytes(cut.shared(stage)), nbytes(unread), *self.updates.nbytes(trained)
+        )
 
     def _order(self, stage: int) -> StageOrder:
         return StageOrder(self.given.schedule, stage, self.group.stages, self.given.chunks)

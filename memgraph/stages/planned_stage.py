@@ -135,10 +135,15 @@ class StagePlanner:
         try:
             choice = plan_forwards(trace, machine, self.order.open_forwards, make_plan)
         except passes.BudgetError as error:
-            least, stages = error.smallest + fixed, self.order.stages
-            text = f"stage {self.order.stage} of {stages} needs {least} bytes, and {self.bytes_of.budget} are allowed"
-            raise BudgetError(text, self.bytes_of.budget, least) from None
-        return choice, choice.forecast.peak + fixed
+            raise self._too_small(max(error.smallest + fixed, self.bytes_of.update)) from None
+        peak = max(choice.forecast.peak + fixed, self.bytes_of.update)
+        if peak > self.bytes_of.budget:
+            raise self._too_small(peak)
+        return choice, peak
+
+    def _too_small(self, least: int) -> BudgetError:
+        stage, allowed = f"stage {self.order.stage} of {self.order.stages}", self.bytes_of.budget
+        return BudgetError(f"{stage} needs {least} bytes, and {allowed} are allowed", allowed, least)
 
 
 def input_names(captured: Captured) -> list[str]:

@@ -1,6 +1,6 @@
 """The bytes of a rank besides the step of its stage.
 
-the whole model, the mini-batch, gradients that are being sent    ->    bytes that its plan may not use
+the mini-batch, gradients that are being sent, states of the optimizer    ->    bytes that its plan may not use
 """
 
 from __future__ import annotations
@@ -17,29 +17,49 @@ MESSAGES = 4096  # bytes of losses and of small messages between ranks
 
 
 @dataclass(frozen=True)
+class StageParameters:
+    """Bytes that follow from the parameters of a stage.
+
+    Attributes:
+        gradients: of all that it trains.
+        shared: of those that other stages have as well.
+        unread: of those that no op reads, which are kept here.
+        states, workspace: what their optimizer keeps, and what an update allocates besides.
+    """
+
+    gradients: int
+    shared: int
+    unread: int
+    states: int
+    workspace: int
+
+
+@dataclass(frozen=True)
 class StageBudget:
     """The bytes of one stage.
 
     Attributes:
         budget: of its rank.
-        others: bytes that lie beside the step: parameters of other stages, the mini-batch, messages.
+        others: bytes that lie beside the step: the mini-batch, messages, states of the optimizer.
+        update: bytes of the rank while its optimizer updates.
     """
 
     budget: int
     others: int
+    update: int
 
     @classmethod
     def of(
-        cls, budget: int, model_nbytes: int, batch_nbytes: int, trace: Trace, order: StageOrder,
-        sent: Iterable[Message], shared_nbytes: int,
+        cls, budget: int, batch_nbytes: int, trace: Trace, order: StageOrder, sent: Iterable[Message],
+        parameters: StageParameters,
     ) -> StageBudget:  # fmt: skip
         """Return the bytes of a stage with this trace.
 
         Args:
             sent: the gradients that it sends.
-            shared_nbytes: of its parameters that other stages have as well.
         """
         own = sum(op.nbytes for op in trace.ops if op.fn in ("parameter", "buffer"))
+        resident = batch_nbytes + parameters.unread + parameters.states + MESSAGES
         messages = list(sent)
         late = max((order.unread_gradients(message.receiver) for message in messages), default=0)
         waiting = late * sum(message.nbytes for message in messages)
@@ -47,4 +67,5 @@ class StageBudget:
         if trace.boundary == len(trace.ops):  # without a backward, no plan counts open forwards
             held = {s for _, value in trace.outputs for s in trace.op[value].holds}
             values = (order.open_forwards - 1) * sum(trace.nbytes[s] for s in held)
-        return cls(budget, model_nbytes - own + batch_nbytes + waiting + values + 2 * shared_nbytes + MESSAGES)
+        others = resident + waiting + values + 2 * parameters.shared
+        return cls(budget, others, resident + own + parameters.gradients + parameters.workspace)

@@ -5,7 +5,7 @@ rank 0: the best cut under all budgets    ->    the same places on every rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +59,16 @@ class StageCut:
     def gradient_names(self, trace: Trace) -> list[str]:
         """Return the parameters of the gradients that a stage makes, in the order of its outputs."""
         return [self.step.gradients[value] for kind, value in trace.outputs if kind == "gradient"]
+
+    def tensors(self, stage: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers that a stage reads."""
+        known = self.step.tensors
+        return frozenset(known[op.name] for op in self.traces[stage].ops if op.name in known)
+
+    def owned(self, names: Collection[str]) -> tuple[frozenset[str], ...]:
+        """Return which of all parameters and buffers each stage has; the first has those that no stage reads."""
+        read = [self.tensors(stage) for stage in range(len(self.begins))]
+        return read[0] | (frozenset(names) - frozenset().union(*read)), *read[1:]
 
     def shared(self, stage: int) -> list[str]:
         """Return the parameters of a stage whose gradients other stages make parts of."""

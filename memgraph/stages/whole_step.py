@@ -61,6 +61,13 @@ class WholeStep:
         gradients = ((role.name, node.name) for role, node in roles if role.kind == "gradient")
         return {part: name for name, value in gradients for part in self.costs.places.parts(value)}
 
+    @cached_property
+    def tensors(self) -> dict[str, str]:
+        """Map the inputs that are parameters or buffers to their names in the module."""
+        placeholders = self.captured.graph.graph.find_nodes(op="placeholder")
+        inputs = zip(placeholders, self.captured.inputs, strict=True)
+        return {node.name: role.name for node, role in inputs if role.kind in ("parameter", "buffer")}
+
     def with_times(self, us: Sequence[float]) -> WholeStep:
         """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
         ops = (replace(op, us=time) for op, time in zip(self.trace.ops, us, strict=True))

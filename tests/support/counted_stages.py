@@ -14,11 +14,13 @@ import sys
 import warnings
 from typing import Any
 
+import torch
+
 import memgraph
 from memgraph.profile.memory_meter import resident_bytes
 from tests.support.allocator_meter import Allocator
 from tests.support.ranks import on_ranks
-from tests.support.staged_models import made, wide
+from tests.support.staged_models import Batch, made, wide
 
 
 def main() -> None:
@@ -29,28 +31,34 @@ def main() -> None:
 
 
 def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> dict[str, Any]:
-    """Return the bytes of a rank in its second and third step."""
+    """Return the bytes of a rank in its first three steps and updates."""
     warnings.simplefilter("ignore")
     allocator = Allocator()
-    model, batch = wide(4 * chunks) if name == "wide" else made(name, 4 * chunks)
-    loose = memgraph.pipeline(model, "4GB", chunks, schedule=schedule)
-    loose.prepare(**batch)
-    held = resident_bytes([*model.parameters(), *model.buffers(), *batch.values()])
-    kept = held + resident_bytes(loose.parameters())
+    loose, kept = _prepared("4GB", chunks, schedule, name)[:2]
     budget = kept + int(share * (loose.peak - kept))
     each = [int(text) for text in loose.group.share(str(budget).encode(), "budgets")]
-    given: Any = "4GB" if share == 1.0 else each
-    pipe = memgraph.pipeline(model, given, chunks, schedule=schedule)
-    pipe.prepare(**batch)
     del loose
+    pipe, kept, batch = _prepared("4GB" if share == 1.0 else each, chunks, schedule, name)
     gc.collect()
-    elsewhere = allocator.now - held
-    most = []
+    elsewhere, most = allocator.now - _held(pipe, batch), []
     for _ in range(3):
         allocator.reset()
         pipe.step(**batch)
+        pipe.optimizer.step()
         most.append(allocator.most - elsewhere)
     return {"counted": most, "forecast": pipe.peak, "budget": pipe.given.budgets[rank], "kept": kept}
+
+
+def _prepared(budget: Any, chunks: int, schedule: str, name: str) -> tuple[Any, int, Batch]:
+    """Return a pipeline, the bytes that its rank keeps in any case, and the mini-batch."""
+    model, batch = wide(4 * chunks) if name == "wide" else made(name, 4 * chunks)
+    pipe = memgraph.pipeline(model, budget, chunks, schedule=schedule, optimizer=torch.optim.AdamW)
+    pipe.prepare(**batch)
+    return pipe, _held(pipe, batch) + 3 * resident_bytes(pipe.parameters()), batch  # a gradient and two states
+
+
+def _held(pipe: Any, batch: Batch) -> int:
+    return resident_bytes([*pipe.state_dict().values(), *batch.values()])
 
 
 if __name__ == "__main__":

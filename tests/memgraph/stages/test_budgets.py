@@ -41,7 +41,7 @@ def _tight(rank: int, schedule: str) -> list[Any]:
     model, batch = wide(8)
     plain, _ = in_turn(model, batch, 4)
     with pytest.raises(BudgetError) as caught:
-        memgraph.pipeline(model, "700KB", 4, schedule=schedule).step(**batch)
+        memgraph.pipeline(model, "300KB", 4, schedule=schedule).step(**batch)
     smallest = json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]")
     pipe = memgraph.pipeline(model, smallest, 4, schedule=schedule)
     pipe.step(**batch)

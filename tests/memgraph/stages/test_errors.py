@@ -98,7 +98,9 @@ def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:
     if what == "branch":
         model, batch = Branch(), {"x": torch.ones(8, 4)}
     if what == "tiny":
-        given["budget"] = 100_000
+        given["budget"] = 50_000
+    if what == "again":
+        memgraph.pipeline(model, **given).prepare(**batch)
     return _error(lambda: memgraph.pipeline(model, **given).step(**batch))
 
 
@@ -163,6 +165,7 @@ REFUSED = {
     "stages": ("ValueError", DIFFER),
     "branch": ("CaptureError", "CaptureError"),
     "tiny": (BudgetError.__name__, BudgetError.__name__),
+    "again": ("ValueError", "ValueError"),
 }
 
 

@@ -1,0 +1,80 @@
+"""State dicts of a model in stages.
+
+rank 1: {"last.weight": ...}               <-  a state dict of the whole model
+all ranks: their entries                   ->  rank 0: the state dict of the whole model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError
+from .messages import Message, receive, send, wait_for
+from .stage_group import StageGroup
+from .stage_tensors import all_tensors
+
+
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the entries of the module's state dict that this rank has."""
+    state = module.state_dict()
+    return {key: value for key, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+
+
+def load_own(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copy this rank's entries out of a state dict of the whole module.
+
+    Raises:
+        StateError: an entry is missing or has another shape; nothing was changed.
+    """
+    copies = [(own, _entry(state, keys, own)) for keys, own in _tensors(module) if not own.is_meta]
+    with torch.no_grad():
+        for own, value in copies:
+            own.copy_(value)
+
+
+def full_state_dict(module: nn.Module, group: StageGroup, owned: Sequence[frozenset[str]]) -> dict[str, Any]:
+    """Return the state dict of the whole module on rank 0, and an empty one on the others.
+
+    Args:
+        owned: the names of the tensors that each stage has.
+    """
+    names = {id(tensor): name for name, tensor in all_tensors(module).items()}
+    whole: dict[str, Any] = module.state_dict()
+    for keys, value in _tensors(module):
+        owner = min(stage for stage, own in enumerate(owned) if names[id(value)] in own)
+        gathered = _gathered(group, keys[0], value.detach(), owner)
+        whole |= dict.fromkeys(keys, gathered)
+    return whole if group.rank == 0 else {}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield the tensors that a state dict has, each with its names there."""
+    keys, tensors = dict[int, list[str]](), dict[int, Tensor]()
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            keys.setdefault(id(value), []).append(key)
+            tensors[id(value)] = value
+    yield from ((keys[number], tensor) for number, tensor in tensors.items())
+
+
+def _entry(state: Mapping[str, Any], keys: Sequence[str], own: Tensor) -> Tensor:
+    known = [key for key in keys if key in state]
+    if not known:
+        raise StateError(f"the state dict has no {keys[0]!r}, which this rank's stage has; nothing was loaded")
+    value = state[known[0]]
+    if not isinstance(value, Tensor) or value.shape != own.shape:
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise StateError(f"{known[0]!r} is {given} in the state dict, {list(own.shape)} here; nothing was loaded")
+    return value
+
+
+def _gathered(group: StageGroup, key: str, value: Tensor, owner: int) -> Tensor:
+    """Return the tensor on rank 0, sent by the rank that has it."""
+    message = Message(key, torch.empty_like(value, device="cpu" if group.rank == 0 else "meta"), owner, 0)
+    if owner and group.rank == owner:
+        wait_for(group, send(group, [(message, value)]))
+    return receive(group, [message])[0] if owner and group.rank == 0 else value
