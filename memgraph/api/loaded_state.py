@@ -20,6 +20,8 @@ from ..storage.transfer import offload_tensors
 from ..tensors.layout import is_dense
 from .compiled_module import CompiledModule
 
+LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")  # a module's methods
+
 
 class LoadedState:
     """One load of a model and its optimizer.
@@ -35,6 +37,7 @@ class LoadedState:
         """
         self.optimizer = None if isinstance(optimizer, OSS) else optimizer  # a sharded optimizer copies on its own
         self.before = None if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
+        self.tensors = _earlier_tensors(model)
         saved = state["model"]
         # A module may keep values that are no tensors as they are, so those are copied now.
         self.model_state = type(saved)(
@@ -48,9 +51,12 @@ class LoadedState:
             self.optimizer_state = _offloaded(model, self.optimizer_state)
 
     def undo(self) -> None:
-        """Give the optimizer its earlier state."""
+        """Give model and optimizer their earlier state."""
         if self.optimizer is not None and self.before is not None:
             self.optimizer.state, self.optimizer.param_groups = self.before
+        with torch.no_grad():
+            for tensor, earlier in self.tensors:
+                tensor.copy_(earlier)
 
     def keep(self) -> None:
         """Free the earlier state, and copy all that is still mapped."""
@@ -60,6 +66,19 @@ class LoadedState:
                 if isinstance(state, MutableMapping):
                     for name, value in state.items():
                         state[name] = _copied(value, self.mapped)
+
+
+def _earlier_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of a module with copies of them, if code that is not torch's loads it, which may fail."""
+    if not any(map(_loads_on_its_own, model.modules())):
+        return []
+    return [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _loads_on_its_own(module: nn.Module) -> bool:
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    kind = next(kind for kind in type(module).__mro__ if any(name in vars(kind) for name in LOADING))
+    return bool(hooks) or kind.__module__.partition(".")[0] not in ("torch", "memgraph")
 
 
 def _offloaded(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +66,7 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "optimizer": None if optimizer is None else _with_python_numbers(optimizer.state_dict()),
         "optimizer_class": None if optimizer is None else class_name(_kind(optimizer)),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -102,9 +105,20 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
     _refuse_other_classes(path, state.get("optimizer_class"), optimizer)
-    _refuse_other_states(path, state["optimizer"], optimizer)
+    if optimizer is not None:
+        state = {**state, "optimizer": _converted(optimizer, state["optimizer"])}
+        _refuse_other_states(path, state["optimizer"], optimizer)
     with Interrupts():
         _restore(path, state, model, optimizer)
+
+
+def _with_python_numbers(value: Any) -> Any:
+    """Return the state of an optimizer, numbers of numpy as Python's: `weights_only` reads no others."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _with_python_numbers(part) for key, part in value.items()}
+    return type(value)(map(_with_python_numbers, value)) if type(value) in (list, tuple) else value
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -138,7 +152,7 @@ def _write(state: Mapping[str, Any], file: Path) -> None:
             if file.suffix == SAFETENSORS:
                 _write_safetensors(state, name, file, interrupts)
             else:
-                _write_archive(state, name, interrupts)
+                _write_archive(state, name, file, interrupts)
 
         replace(file, fill, interrupts.check)
 
@@ -152,7 +166,7 @@ def _write_safetensors(state: Mapping[str, Any], name: str, file: Path, interrup
         raise StateError(f"{file} can't be written: {error}; name it .pt, which takes all that torch does") from error
 
 
-def _write_archive(state: Mapping[str, Any], name: str, interrupts: Interrupts) -> None:
+def _write_archive(state: Mapping[str, Any], name: str, path: Path, interrupts: Interrupts) -> None:
     with open(name, "wb") as file:
         sink = _Sink(file, interrupts)
         try:
@@ -161,6 +175,12 @@ def _write_archive(state: Mapping[str, Any], name: str, interrupts: Interrupts) 
             if sink.error is None:
                 raise
             raise sink.error from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise StateError(f"{path} can't be written: {error}; leave that out of the state") from error
+    try:
+        torch.load(name, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except pickle.UnpicklingError as error:
+        raise StateError(f"{path} can't be written so that it can be read: {_reason(error)}") from error
 
 
 class _Sink:
@@ -238,14 +258,13 @@ def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.
     loading = LoadedState(model, optimizer, state)
     try:
         if optimizer is not None:
-            optimizer.load_state_dict(loading.optimizer_state)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        loading.undo()
-        raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
-    try:
+            with _without_hooks(optimizer):
+                optimizer.load_state_dict(loading.optimizer_state)
         model.load_state_dict(loading.model_state)
-    except BaseException:  # raised by a hook, or by a module's own loading
+    except BaseException as error:  # raised by the user's own class or hook
         loading.undo()
+        if isinstance(error, ValueError | LookupError | TypeError | AttributeError | RuntimeError):
+            raise StateError(f"{path} is of another model or optimizer: {error}; nothing was changed") from error
         raise
     loading.keep()
     torch.set_rng_state(state["random"])
@@ -287,9 +306,32 @@ def _refuse_other_classes(path: Target, saved: object, optimizer: torch.optim.Op
         )
 
 
-def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse the state of another optimizer, unless the optimizer checks it itself, or has hooks that convert it."""
-    if optimizer is None or isinstance(optimizer, OSS) or getattr(optimizer, HOOKS, None):
+def _converted(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state as the optimizer's hooks make it, which run here and not again."""
+    state = dict(state)
+    for hook in getattr(optimizer, HOOKS, {}).values():
+        made = hook(optimizer, state)
+        state = state if made is None else made
+    return state
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    hooks = getattr(optimizer, HOOKS, None)
+    if not hooks:
+        yield
+        return
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(kept)
+
+
+def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the state of another optimizer, unless the optimizer checks it itself."""
+    if isinstance(optimizer, OSS):
         return
     try:
         check_state_dict(optimizer, state)
