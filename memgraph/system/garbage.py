@@ -14,11 +14,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+count_frozen = gc.get_freeze_count
+
 
 @contextmanager
 def collecting_new_objects() -> Iterator[None]:
     """Leave objects that exist now out of collections until the block ends, unless the caller has frozen some."""
-    freezes = gc.isenabled() and not gc.get_freeze_count()
+    freezes = gc.isenabled() and not count_frozen()
     if freezes:
         gc.freeze()
     try:

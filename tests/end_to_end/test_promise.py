@@ -12,7 +12,7 @@ CONVOLUTIONS = ("resnet", "unet")
 SECONDS = 2.0  # for a plan; the promise holds for any plan, and some searches would take 20
 
 
-@pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.3])
+@pytest.mark.parametrize("share", [1.0, 0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.75, 0.5))])
 @pytest.mark.parametrize("case", (*CASES, *BESIDE), ids=lambda case: case.name)
 def test_the_budget_is_kept_and_training_is_equal(case: Case, share: float) -> None:
     assert_kept(case, trial(case, share, time_limit=SECONDS))

@@ -93,6 +93,7 @@ def test_gradients_are_eagers_but_for_rounding_and_the_budget_holds(share: float
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow  # Inductor compiles for 20 s
 def test_a_small_gpt_keeps_its_budget_and_its_loss() -> None:
     def losses(budget: int, lower: str | None) -> tuple[list[float], memgraph.Report | None]:
         model, batch = fresh(GPT)

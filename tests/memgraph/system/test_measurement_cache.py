@@ -122,6 +122,7 @@ def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
     assert "runs" not in process(folder).communicate()[0]
 
 
+@pytest.mark.slow  # three processes import torch
 def test_many_processes_begin_and_fill_a_cache_at_once(folder: Path) -> None:
     code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): write_cached(f'{sys.argv[1]} {i}', i)"
     there = {**os.environ, "PYTHONPATH": str(ROOT)}
