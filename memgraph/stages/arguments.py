@@ -5,8 +5,9 @@ chunks=0 on rank 1    ->    ValueError on rank 1, AgreementError on the others
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -49,8 +50,13 @@ def checked(
         parsed = _parsed(group, model, budget, chunks, schedule, balance)
     owned = [*model.parameters(), *model.buffers()]
     described = parameter_lines(type(model).__qualname__, [{"params": owned}])
-    group.check_agreement([f"{SUBJECT}: {parsed}", *described])
-    return parsed
+    # A share of the memory, or what is free of it, is another number of bytes on each rank.
+    given = zip(_of_each(budget, group.stages), parsed.budgets, strict=True)
+    fixed = [nbytes if isinstance(each, str | int) else each for each, nbytes in given]
+    others = f"chunks={chunks}, schedule={schedule!r}, balance={parsed.balance}"
+    group.check_agreement([f"{SUBJECT}: budget={fixed}, {others}", *described])
+    texts = group.share(json.dumps(parsed.budgets).encode(), "exchange of budgets")
+    return replace(parsed, budgets=tuple(json.loads(text)[rank] for rank, text in enumerate(texts)))
 
 
 def _parsed(
@@ -72,7 +78,7 @@ def _parsed(
     device = device_of_model(model)
     if device.type != "cpu":
         raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
-    budgets = [*budget] if isinstance(budget, list | tuple) else [budget] * group.stages
+    budgets = _of_each(budget, group.stages)
     if len(budgets) != group.stages:
         raise ValueError(
             f"{len(budgets)} budgets are given for {group.stages} stages; give one for each rank, or one for all"
@@ -83,6 +89,10 @@ def _parsed(
         )
     nbytes = tuple(budget_nbytes(each, device) for each in budgets)
     return PipelineArguments(nbytes, chunks, schedule, None if balance is None else tuple(balance))
+
+
+def _of_each(budget: Budgets, stages: int) -> list[Budget]:
+    return [*budget] if isinstance(budget, list | tuple) else [budget] * stages
 
 
 def device_of_model(model: nn.Module) -> torch.device:

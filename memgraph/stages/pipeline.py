@@ -60,7 +60,8 @@ def pipeline(
     Args:
         model: a module on the CPU, or on the meta device; then `load_state_dict` gives each rank its values.
         budget: bytes of each rank for its stage's parameters, the mini-batch, gradients, activations, messages and the
-            optimizer's states; one for all, or a list of one for each rank.
+            optimizer's states; one for all, or a list of one for each rank. None is what is free on a rank, so give
+            numbers where several ranks are on one device.
         chunks: the number of micro-batches; the rows of a mini-batch are a multiple of it.
         group: the ranks; None for the default group, or for this process alone if there is none.
         schedule: "1f1b" or "gpipe".

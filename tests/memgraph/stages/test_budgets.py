@@ -14,7 +14,7 @@ import memgraph
 from memgraph import BudgetError
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.ranks import on_ranks
-from tests.support.staged_models import in_turn, wide
+from tests.support.staged_models import in_turn, made, wide
 
 CASES = [
     ("2", "4", "1f1b", "wide", "0.6"),
@@ -49,6 +49,20 @@ def _tight(rank: int, schedule: str) -> list[Any]:
     wrong = [key for key, value in pipe.named_parameters() if not value.grad.equal(wanted[key].grad)]  # type: ignore[union-attr, arg-type]
     plans = pipe._prepared.choice.plan
     return [smallest, wrong, caught.value.smallest in smallest, len(plans) > 0, pipe.peak <= smallest[rank]]
+
+
+def _free(rank: int) -> list[int]:
+    model, batch = made("gpt2", 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memgraph.system.byte_sizes.unused_nbytes", lambda device: 10**9 + rank)
+        pipe = memgraph.pipeline(model, chunks=2)
+    pipe.step(**batch)
+    return [*pipe.given.budgets]
+
+
+def test_without_a_budget_each_rank_has_what_is_free_there() -> None:
+    first, last = on_ranks(2, _free)
+    assert (first == last, first[1] - first[0]) == (True, 1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
