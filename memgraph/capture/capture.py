@@ -18,6 +18,7 @@ from ..graph.captured import Captured
 from ..opaque.chosen_parts import OpaqueParts
 from ..tensors.loss_outputs import OutputSelector, select_all
 from .call import Call
+from .constants import share_literals
 from .floats.float_inputs import FloatInputs
 from .sizes.size_inputs import SizeInputs
 from .trace_call import Request
@@ -63,7 +64,9 @@ def capture(
     request = Request(module, args, kwargs, grad, floats, sizes)
     tracer = Tracer(request, measure, OpaqueParts(module, opaque, as_in_eager))
     try:
-        return tracer.sure(wanted)
+        captured = tracer.sure(wanted)
+        share_literals(captured.graph)
+        return captured
     finally:
         tracer.parts.close()
         gc.collect(1)  # a trace is garbage with cycles, and holds small constants of the model's

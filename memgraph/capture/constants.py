@@ -5,12 +5,20 @@ torch.tensor([1., 2.]) in forward, or a tensor in a plain attribute    ->   a `g
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from weakref import WeakValueDictionary
+
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ..errors import CaptureError
 from ..graph.nodes import written_inputs
 from ..guards.attribute_snapshot import attached_values
+
+aten = torch.ops.aten
+SMALL = 64  # elements of a literal that is compared with others
+_literals: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()  # of the graphs that exist
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -32,6 +40,20 @@ def drop_unread_constants(graph: fx.GraphModule) -> None:
         delattr(graph, name)
     for name in [name for name, _ in graph.named_buffers(recurse=False) if name not in read]:
         delattr(graph, name)
+
+
+def share_literals(graph: fx.GraphModule) -> None:
+    """Let equal small literals of all graphs be one tensor: graphs that are kept beside each other hold it once.
+
+    A literal is only read by copies, and nothing else refers to it. A tensor in an attribute is not shared: its owner
+    may change it.
+    """
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, str(node.target))
+        if all(user.target is aten.lift_fresh_copy.default for user in node.users) and 0 < value.numel() <= SMALL:
+            content = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            key = (value.dtype, value.device, value.shape, value.stride(), content)
+            setattr(graph, str(node.target), _literals.setdefault(key, value))
 
 
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
