@@ -1,7 +1,7 @@
 # `make demo` shows what memgraph does; `make test` is what every change must pass.
 
 PYTHON ?= python3
-WORKERS ?= 0
+WORKERS ?= 2
 BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
 
@@ -12,7 +12,7 @@ WITHIN ?= 720
 
 demo: bench-demo
 
-# With WORKERS=2 two files are run at a time.  Threads that wait do so asleep, for others want the core.
+# WORKERS files are run at a time; 0 is one process for all.  Threads that wait do so asleep, for others want the core.
 test: $(READY)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
 

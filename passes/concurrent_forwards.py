@@ -54,6 +54,20 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
     return result
 
 
+def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> PlanResult | None:
+    """Return the plan of a step for these ops, which have other sizes; None if the ops are others.
+
+    No value that it keeps is larger for a smaller batch, so such forwards may be open beside those of the other step.
+    """
+    order = without_others(other.captured.trace).ops
+    if {(op.name, op.fn, op.reads) for op in order} != {(op.name, op.fn, op.reads) for op in trace.ops}:
+        return None
+    ordered = replace(trace, ops=tuple(trace.op[op.name] for op in order))
+    if count < 2 or trace.boundary == len(trace.ops):
+        return PlanResult(other.plan, predict(ordered, machine), predict(apply(ordered, other.plan), machine))
+    return _Limits(ordered, machine, count).with_open_forwards(other.plan)
+
+
 def unplanned_nbytes(trace: Trace, machine: Machine, count: int) -> int:
     """Return the bytes that so many open forwards need without a plan."""
     if count < 2 or trace.boundary == len(trace.ops):
@@ -99,7 +113,7 @@ class _Limits:
     @property
     def plain(self) -> PlanResult:
         """Return the step without a plan."""
-        return self._with_open_forwards(())
+        return self.with_open_forwards(())
 
     @property
     def fits(self) -> bool:
@@ -117,6 +131,14 @@ class _Limits:
         more = (choice for limit in limits for choice in self._plans(limit, search))
         return min((*quick.values(), *more), key=lambda choice: choice.forecast.us, default=None)
 
+    def with_open_forwards(self, plan: Plan, result: PlanResult | None = None) -> PlanResult:
+        """Return a plan with the bytes that other forwards hold under it."""
+        nbytes = open_forward_nbytes(predict(apply(self._ordered(result), plan), self.machine))
+        trace = _with_others(self._ordered(result), (self.count - 1) * nbytes + pending_gradient_nbytes(self.trace))
+        captured, forecast = predict(trace, self.machine), predict(apply(trace, plan), self.machine)
+        greedy = result is not None and result.greedy
+        return PlanResult(plan, captured, forecast, greedy=greedy)
+
     def _plans(self, share: float, search: Search) -> Iterator[PlanResult]:
         """Yield the plan found where an open forward may hold so much, if it keeps the budget."""
         plain = predict(self.trace, self.machine)
@@ -132,7 +154,7 @@ class _Limits:
                 result = search(narrowed, machine)
             except BudgetError:
                 return
-            whole = self._with_open_forwards(result.plan, result)
+            whole = self.with_open_forwards(result.plan, result)
             over = whole.forecast.peak - self.machine.budget
             if over <= 0:
                 yield whole
@@ -146,14 +168,6 @@ class _Limits:
         outputs = [value for kind, value in self.trace.outputs if kind == "output"]
         inputs = [op.name for op in self.trace.ops if op.fn in ("input", "tangent")]
         return sum(self.trace.nbytes[held] for held in self.trace.held_by([*outputs, *inputs]))
-
-    def _with_open_forwards(self, plan: Plan, result: PlanResult | None = None) -> PlanResult:
-        """Return a plan with the bytes that other forwards hold under it."""
-        nbytes = open_forward_nbytes(predict(apply(self._ordered(result), plan), self.machine))
-        trace = _with_others(self._ordered(result), (self.count - 1) * nbytes + pending_gradient_nbytes(self.trace))
-        captured, forecast = predict(trace, self.machine), predict(apply(trace, plan), self.machine)
-        greedy = result is not None and result.greedy
-        return PlanResult(plan, captured, forecast, greedy=greedy)
 
     def _ordered(self, result: PlanResult | None) -> Trace:
         """Return the step in the order that was planned, with its own workspaces."""

@@ -2,6 +2,7 @@
 
 1f1b, stage 0 of 2, 3 micro-batches    ->    F0 F1 B0 F2 B1 B2
 gpipe                                  ->    F0 F1 F2 B0 B1 B2
+without gradients                      ->    F0 B0 F1 B1 F2 B2, where backward is but the end of a forward
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SCHEDULES = ("1f1b", "gpipe")
+NO_GRADIENTS = "forward only"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class StageOrder:
     @property
     def open_forwards(self) -> int:
         """Return the number of forwards that are open at once."""
+        if self.schedule == NO_GRADIENTS:
+            return 1
         return min(self.chunks, self.stages - self.stage) if self.schedule == "1f1b" else self.chunks
 
     def actions(self) -> Iterator[tuple[str, int]]:

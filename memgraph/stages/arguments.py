@@ -15,7 +15,7 @@ from torch import nn
 from ..oss.comm.agreement import parameter_lines, report_errors
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
-from .action_order import SCHEDULES
+from .action_order import SCHEDULES, StageOrder
 from .stage_group import ADVICE, StageGroup
 from .stage_tensors import all_tensors
 
@@ -32,6 +32,10 @@ class PipelineArguments:
     chunks: int
     schedule: str
     balance: tuple[int, ...] | None
+
+    def order(self, stage: int) -> StageOrder:
+        """Return the order in which a stage runs as many micro-batches as are asked for."""
+        return StageOrder(self.schedule, stage, len(self.budgets), self.chunks)
 
 
 def checked(

@@ -1,14 +1,15 @@
 """A mini-batch in micro-batches.
 
-    (x: 8 rows, mask: 8 rows, scale: 3 rows), 2 micro-batches
-    ->   (x[:4], mask[:4], scale), (x[4:], mask[4:], scale)
+    (x: 8 rows, mask: 8 rows, scale: 3 rows), 3 micro-batches
+    ->   (x[:3], mask[:3], scale), (x[3:6], mask[3:6], scale), (x[6:], mask[6:], scale)
 
-Tensors with as many rows as the first one are divided, others are given to each micro-batch.
+Tensors with as many rows as the first one are divided as `torch.chunk` does, others are given to each micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +18,41 @@ from torch import Tensor
 from ..oss.comm.agreement import checksum
 from ..tensors.pytree import flatten, unflatten
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The arguments of one call; `share` of the mini-batch's rows."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    share: float
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Return the shapes of its tensors, in which the micro-batches of a mini-batch may differ."""
+        leaves, _ = flatten((self.args, self.kwargs))
+        return tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def chunked(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Arguments]:
-    """Return the arguments of each micro-batch; their tensors are views of the given ones.
+def chunked(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[MicroBatch]:
+    """Return at most `chunks` micro-batches; their tensors are views of the given ones.
+
+    All but the last have the same number of rows, and there are as many as `torch.chunk` makes.
 
     Raises:
-        ValueError: no tensor has rows, or the rows can't be divided evenly.
+        ValueError: no tensor has rows.
     """
     leaves, spec = flatten((args, kwargs))
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    if rows == 0 or rows % chunks:
-        raise ValueError(f"a mini-batch of {rows} rows can't be divided into chunks={chunks} equal micro-batches")
+    if rows == 0:
+        raise ValueError(f"a mini-batch without rows can't be divided into chunks={chunks} micro-batches")
+    sizes = [len(part) for part in torch.empty(rows, 0, device="meta").chunk(chunks)]
     divided = [
-        leaf.chunk(chunks) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else [leaf] * chunks
+        leaf.chunk(chunks) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else [leaf] * len(sizes)
         for leaf in leaves
     ]
-    return [unflatten(list(each), spec) for each in zip(*divided, strict=True)]
+    calls = [unflatten(list(each), spec) for each in zip(*divided, strict=True)]
+    return [MicroBatch(args, kwargs, size / rows) for (args, kwargs), size in zip(calls, sizes, strict=True)]
 
 
 def call_lines(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:

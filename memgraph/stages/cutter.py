@@ -1,13 +1,12 @@
-"""The best cut of a step under the budgets of all stages, and the plan of one of them.
+"""The best cut of a step under the budgets of all stages.
 
-rank 0: where each stage begins    ->    each rank: its stage, planned; or a BudgetError on all ranks
+step of one micro-batch, budgets    ->    where each stage begins
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,12 +15,9 @@ from torch import nn
 import passes
 from passes.stages.cut import Stage, balanced_cut, best_cut
 
-from ..errors import AgreementError, BudgetError
-from ..oss.comm.rank_group import format_failures
 from ..profile.memory_meter import resident_bytes
-from .action_order import StageOrder
 from .arguments import PipelineArguments, device_of_model
-from .planned_stage import PlannedStage, StagePlanner
+from .planned_stage import StagePlanner
 from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
 from .stage_group import StageGroup
@@ -47,7 +43,8 @@ class Cutter:
         Raises:
             ValueError: there are more stages than places to cut, or `balance` has other places.
         """
-        costs, forwards = self.step.costs, [order.open_forwards for order in self._orders()]
+        orders = map(self.given.order, range(self.group.stages))
+        costs, forwards = self.step.costs, [order.open_forwards for order in orders]
         if self.given.balance is not None:
             return StageCut.of(self.step, balanced_cut(costs, self.given.balance, forwards)).begins
         unlimited = best_cut(costs, [math.inf] * self.group.stages, forwards)
@@ -64,38 +61,8 @@ class Cutter:
             return self._smallest(StageCut.of(self.step, unlimited))
         return StageCut.of(self.step, cut).begins
 
-    def planned(self, cut: StageCut) -> PlannedStage:
-        """Return the stage of this rank.
-
-        Raises:
-            BudgetError: the stage of some rank does not fit; on all ranks.
-            AgreementError: another rank can't plan its stage.
-        """
-        stage: PlannedStage | None = None
-        failure, smallest, raised = "", 0, None
-        try:
-            stage = self._planner(cut, self.group.rank).plan()
-            smallest = stage.peak
-        except Exception as error:
-            failure, raised = f"{type(error).__name__}: {error}", error
-            smallest = getattr(error, "smallest", 0)
-        own = json.dumps([failure, smallest]).encode()
-        each = [json.loads(text) for text in self.group.share(own, "exchange of plans")]
-        failures = {rank: text for rank, (text, _) in enumerate(each) if text}
-        if stage is not None and not failures:
-            return stage
-        if all(text.startswith("BudgetError") for text in failures.values()):
-            raise self.budget_error([nbytes for _, nbytes in each])
-        raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
-
-    def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
-        order = self._order(stage)
-        parameters = self._parameters(cut, stage)
-        sizes = self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), parameters
-        budget = StageBudget.of(self.given.budgets[stage], *sizes)
-        return StagePlanner(cut, order, budget, device_of_model(self.module))
-
-    def _parameters(self, cut: StageCut, stage: int) -> StageParameters:
+    def parameters(self, cut: StageCut, stage: int) -> StageParameters:
+        """Return the bytes that follow from the parameters of a stage, and of its optimizer."""
         known = all_tensors(self.module)
         trained = frozenset(cut.gradient_names(cut.traces[stage]))
         unread = cut.owned(known)[stage] - cut.tensors(stage)
@@ -107,11 +74,12 @@ class Cutter:
             nbytes(trained), nbytes(cut.shared(stage)), nbytes(unread), *self.updates.nbytes(trained)
         )
 
-    def _order(self, stage: int) -> StageOrder:
-        return StageOrder(self.given.schedule, stage, self.group.stages, self.given.chunks)
-
-    def _orders(self) -> Iterator[StageOrder]:
-        return map(self._order, range(self.group.stages))
+    def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
+        order = self.given.order(stage)
+        parameters = self.parameters(cut, stage)
+        sizes = self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), parameters
+        budget = StageBudget.of(self.given.budgets[stage], *sizes)
+        return StagePlanner(cut, order, budget, device_of_model(self.module))
 
     def _around(self, stage: Stage) -> StageCut:
         """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""
@@ -125,14 +93,3 @@ class Cutter:
 
     def _smallest(self, cut: StageCut) -> list[int]:
         return [self._planner(cut, k).smallest() for k in range(self.group.stages)]
-
-    def budget_error(self, smallest: list[int]) -> BudgetError:
-        """Return the error of stages that need these budgets."""
-        budgets = self.given.budgets
-        k = max(range(len(budgets)), key=lambda k: smallest[k] - budgets[k])
-        return BudgetError(
-            f"no cut into {len(budgets)} stages keeps the budgets: stage {k} needs {smallest[k]} bytes, and "
-            f"{budgets[k]} are allowed; give budget={smallest}, or more chunks",
-            budgets[k],
-            smallest[k],
-        )

@@ -13,7 +13,7 @@ from torch import fx
 
 import passes
 from passes import Machine, PlanResult, Trace, make_plan
-from passes.concurrent_forwards import pending_gradient_nbytes, plan_forwards
+from passes.concurrent_forwards import open_forward_nbytes, pending_gradient_nbytes, plan_forwards, same_plan
 
 from ..errors import BudgetError
 from ..graph.accumulate_grads import accumulate_grads
@@ -36,14 +36,15 @@ class PlannedStage:
 
     Attributes:
         inputs, tangents: names of what forward reads, and of the gradients that backward reads.
+        arguments: names of all inputs of the step.
         gradients: the parameters whose gradients backward adds to.
         outputs, results: names of what forward and backward return.
         peak: forecast bytes of the rank.
     """
 
     cut: StageCut
-    order: StageOrder
     halves: Partition
+    arguments: tuple[str, ...]
     inputs: tuple[str, ...]
     tangents: tuple[str, ...]
     gradients: tuple[str, ...]
@@ -51,6 +52,11 @@ class PlannedStage:
     results: tuple[str, ...]
     choice: PlanResult
     peak: int
+
+    @property
+    def open_nbytes(self) -> int:
+        """Return the bytes that an open forward holds."""
+        return open_forward_nbytes(self.choice.forecast)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,20 +68,24 @@ class StagePlanner:
     bytes_of: StageBudget
     device: torch.device
 
-    def plan(self) -> PlannedStage:
+    def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
         """Return the stage, ready to run.
+
+        Args:
+            beside: the stage for a larger micro-batch, whose forwards may be open as well: it has the same plan, if
+                the ops are the same.
 
         Raises:
             BudgetError: no plan fits; `smallest` is that of the rank.
         """
         graph = self._graph
-        choice, peak = self._choose(graph)
+        choice, peak = self._choose(graph, None if beside is None else beside.choice)
         planned = rewrite(graph, choice.forecast.trace)
         placeholders = planned.find_nodes(op="placeholder")
         return PlannedStage(
             cut=self.cut,
-            order=self.order,
             halves=partition(planned, self.cut.step.captured.graph),
+            arguments=tuple(input_names(self.cut.step.captured)),
             inputs=tuple(node.name for node in placeholders if node.meta["kind"] not in INPUTS_OF_BACKWARD),
             tangents=tuple(node.name for node in placeholders if node.meta["kind"] == "tangent"),
             gradients=tuple(self.cut.gradient_names(self._trace)),
@@ -118,7 +128,7 @@ class StagePlanner:
         stage = replace(whole, graph=fx.GraphModule(whole.graph, graph), inputs=inputs, outputs=outputs)
         return accumulate_grads(stage, ())
 
-    def _choose(self, graph: fx.Graph) -> tuple[PlanResult, int]:
+    def _choose(self, graph: fx.Graph, other: PlanResult | None = None) -> tuple[PlanResult, int]:
         """Return the plan, and the forecast bytes of the rank.
 
         Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
@@ -132,8 +142,10 @@ class StagePlanner:
         fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
         machine = Machine(max(1, self.bytes_of.budget - fixed), str(self.device))
         trace = add_library_workspaces(trace, self.device)
+        count = self.order.open_forwards
         try:
-            choice = plan_forwards(trace, machine, self.order.open_forwards, make_plan)
+            choice = other and same_plan(trace, machine, count, other)
+            choice = choice or plan_forwards(trace, machine, count, make_plan)
         except passes.BudgetError as error:
             raise self._too_small(max(error.smallest + fixed, self.bytes_of.update)) from None
         peak = max(choice.forecast.peak + fixed, self.bytes_of.update)

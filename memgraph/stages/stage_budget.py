@@ -5,11 +5,12 @@ the mini-batch, gradients that are being sent, states of the optimizer    ->    
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from passes import Trace
 
+from ..errors import BudgetError
 from .action_order import StageOrder
 from .messages import Message
 
@@ -23,7 +24,7 @@ class StageParameters:
     Attributes:
         gradients: of all that it trains.
         shared: of those that other stages have as well.
-        unread: of those that no op reads, which are kept here.
+        unread: of those that no op reads, which are kept here, and of gradients that backward does not add to.
         states, workspace: what their optimizer keeps, and what an update allocates besides.
     """
 
@@ -69,3 +70,14 @@ class StageBudget:
             values = (order.open_forwards - 1) * sum(trace.nbytes[s] for s in held)
         others = resident + waiting + values + 2 * parameters.shared
         return cls(budget, others, resident + own + parameters.gradients + parameters.workspace)
+
+
+def budgets_error(budgets: Sequence[int], smallest: Sequence[int]) -> BudgetError:
+    """Return the error of stages that need more than these budgets."""
+    k = max(range(len(budgets)), key=lambda k: smallest[k] - budgets[k])
+    return BudgetError(
+        f"no plan keeps the budgets of {len(budgets)} stages: stage {k} needs {smallest[k]} bytes, and {budgets[k]} "
+        f"are allowed; give budget={list(smallest)}, or more chunks",
+        budgets[k],
+        smallest[k],
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CollectiveError
-from ..oss.comm.agreement import check_agreement
+from ..oss.comm.agreement import check_agreement, report_errors
 from ..oss.comm.rank_group import all_texts
 from ..oss.comm.watchdog import CollectiveWatchdog
 
@@ -40,6 +40,15 @@ class StageGroup:
         """
         if self.watchdog is not None:
             check_agreement(self.watchdog, lines, ADVICE)
+
+    @contextmanager
+    def reporting(self, subject: str) -> Iterator[None]:
+        """Raise this rank's error, and an AgreementError on the others."""
+        if self.watchdog is None:
+            yield
+            return
+        with report_errors(self.watchdog, subject, ADVICE):
+            yield
 
     def share(self, own: bytes, name: str) -> list[bytes]:
         """Return the bytes of every rank."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
 from passes import Trace
 from passes.ir.liveness import RELEASED
@@ -39,11 +40,17 @@ KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends 
 
 @dataclass(frozen=True, eq=False)
 class WholeStep:
-    """The step that is cut. `loss` is the name of the value from which backward starts."""
+    """The step that is cut.
+
+    Attributes:
+        loss: the name of the value from which backward starts.
+        loss_output: its place among the outputs of the model.
+    """
 
     captured: Captured
     trace: Trace
     loss: str
+    loss_output: int
 
     @cached_property
     def costs(self) -> IntervalCosts:
@@ -80,8 +87,13 @@ class WholeStep:
         return replace(trace, outputs=tuple(dict.fromkeys(outputs)))
 
 
-def whole_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeStep:
+def whole_step(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_output: int | None = None
+) -> WholeStep:
     """Capture and price the step of one micro-batch.
+
+    Args:
+        loss_output: the place of the loss among the model's outputs, which a call without gradients does not tell.
 
     Raises:
         CaptureError: it can't be captured, or is of a kind that can't be cut.
@@ -90,17 +102,17 @@ def whole_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if hooked := sorted(parameters_with_grad_hooks(module)):
         raise CaptureError(f"stages add to gradients themselves, and the hook on that of {hooked[0]} would not run")
     with capturing(module):
-        captured = capture(module, args, kwargs, wanted=select_losses)
+        captured = capture(module, args, kwargs, grad=torch.is_grad_enabled(), wanted=select_losses)
     _refuse(captured)
     graph, device = captured.graph.graph, device_of([*module.parameters(), *module.buffers()])
-    results = returned_values(graph)
-    loss = results[captured.tangents[0]].name
+    place = _loss_output(captured, loss_output)
+    loss = returned_values(graph)[place].name
     libraries_nbytes(device)
     profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
     apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
     trace = summarize(graph, profiler)
     outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] == "gradient")
-    return WholeStep(captured, replace(trace, outputs=outputs), loss)
+    return WholeStep(captured, replace(trace, outputs=outputs), loss, place)
 
 
 def _refuse(captured: Captured) -> None:
@@ -108,17 +120,10 @@ def _refuse(captured: Captured) -> None:
     Raises:
         CaptureError: stages are not built for such a step.
     """
-    outputs = [role for role in captured.outputs if role.kind == "output"]
-    inputs = [role for role in captured.outputs if role.kind == "input_gradient"]
-    results = returned_values(captured.graph.graph)
-    scalars = [place for place in captured.tangents if _numel(results[place].meta["val"]) == 1]
-    if len(outputs) == 0 or len(captured.tangents) != 1 or len(scalars) != 1:
-        raise CaptureError(
-            "a pipeline starts backward from one number, its loss, and the model's result has "
-            f"{len(captured.tangents)} tensors that need a gradient; give loss=, or let the model return its loss"
-        )
     reasons = {
-        "is called with a tensor that requires a gradient": inputs,
+        "is called with a tensor that requires a gradient": [
+            role for role in captured.outputs if role.kind == "input_gradient"
+        ],
         "branches on the value of a tensor": captured.guards,
         "has submodules that can't be traced": captured.opaque,
         "writes into a tensor of the batch": captured.rewritten,
@@ -129,5 +134,23 @@ def _refuse(captured: Captured) -> None:
             raise CaptureError(f"a pipeline can't be made of a model that {reason}")
 
 
-def _numel(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
+def _loss_output(captured: Captured, known: int | None) -> int:
+    """Return the place of the loss among the model's outputs.
+
+    Raises:
+        CaptureError: there is no loss.
+    """
+    results = returned_values(captured.graph.graph)
+    places = captured.tangents or (() if known is None else (known,))
+    if len(places) == 1 and _is_number(results[places[0]]):
+        return places[0]
+    found = f"{len(captured.tangents)} tensors that need a gradient" if known is None else "none where the first had it"
+    raise CaptureError(
+        f"a pipeline starts backward from one number, its loss, and the model's result has {found}; give loss=, or let "
+        "the model return its loss"
+    )
+
+
+def _is_number(result: Any) -> bool:
+    value = result.meta["val"] if isinstance(result, fx.Node) else None
+    return isinstance(value, Tensor) and value.numel() == 1

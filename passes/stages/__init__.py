@@ -3,5 +3,6 @@
 places           the place of each op in the order of forward
 interval_costs   time and memory of every interval of places at once
 cut              the intervals that make the slowest stage as fast as can be
+owned_cut        where stages begin in another call, once each has its parameters
 stage_trace      the trace of one stage, with what it receives and sends
 """

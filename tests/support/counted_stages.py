@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> dict[str, Any]:
-    """Return the bytes of a rank in its first three steps and updates."""
+    """Return the bytes of a rank in three steps with updates, and in later calls of other kinds."""
     warnings.simplefilter("ignore")
     allocator = Allocator()
     loose, kept = _prepared("4GB", chunks, schedule, name)[:2]
@@ -46,7 +46,26 @@ def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> d
         pipe.step(**batch)
         pipe.optimizer.step()
         most.append(allocator.most - elsewhere)
-    return {"counted": most, "forecast": pipe.peak, "budget": pipe.given.budgets[rank], "kept": kept}
+    row = {"counted": most, "forecast": pipe.peak, "budget": pipe.given.budgets[rank], "kept": kept}
+    uneven = {key: value[: len(value) - 3].clone() for key, value in batch.items()}
+    row["uneven"] = _counted_later(allocator, pipe, uneven)
+    with torch.no_grad():
+        row["evaluated"] = _counted_later(allocator, pipe, batch)
+    return row
+
+
+def _counted_later(allocator: Allocator, pipe: Any, batch: Batch) -> tuple[int, int]:
+    """Return the bytes of a rank in a step of another kind, and their forecast."""
+    before, new = allocator.now, resident_bytes([*batch.values()])
+    pipe.prepare(**batch)
+    gc.collect()
+    planned = allocator.now - before
+    allocator.reset()
+    pipe.step(**batch)
+    tensors = [*pipe.state_dict().values(), *(each.grad for each in pipe.parameters())]
+    states = [each for state in pipe.optimizer.state.values() for each in state.values()]
+    held = resident_bytes([*tensors, *states])
+    return allocator.most - before - planned + held + new, pipe.peak
 
 
 def _prepared(budget: Any, chunks: int, schedule: str, name: str) -> tuple[Any, int, Batch]:

@@ -100,12 +100,13 @@ def loss_of(result: Any) -> Tensor:
 
 
 def in_turn(model: nn.Module, batch: Batch, chunks: int, steps: int = 1) -> tuple[nn.Module, float]:
-    """Return a copy of the model with the gradients of its micro-batches in turn, and the mean loss."""
-    plain, total = copy.deepcopy(model), 0.0
+    """Return a copy of the model with the gradients of its micro-batches added in turn, and the mean loss."""
+    plain, total, rows = copy.deepcopy(model), 0.0, len(next(iter(batch.values())))
+    for new, old in zip(plain.parameters(), model.parameters(), strict=True):
+        new.grad = None if old.grad is None else old.grad.clone()
     for _ in range(steps):
-        parts = [value.chunk(chunks) for value in batch.values()]
-        for each in zip(*parts, strict=True):
-            loss = loss_of(plain(**dict(zip(batch, each, strict=True)))) / chunks
+        for each in zip(*(value.chunk(chunks) for value in batch.values()), strict=True):
+            loss = loss_of(plain(**dict(zip(batch, each, strict=True)))) * (len(each[0]) / rows)
             loss.backward()
             total += loss.item()
     return plain, total / steps

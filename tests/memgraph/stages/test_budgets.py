@@ -34,6 +34,8 @@ def test_each_rank_keeps_its_budget(tmp_path: Path, case: tuple[str, ...]) -> No
     assert len(rows) == int(case[0])
     for row in rows:
         assert row["kept"] < max(row["counted"]) <= row["forecast"] <= row["budget"]
+        for counted, forecast in (row["uneven"], row["evaluated"]):
+            assert row["kept"] / 2 < counted <= forecast <= row["budget"]
 
 
 def _tight(rank: int, schedule: str) -> list[Any]:
@@ -47,7 +49,7 @@ def _tight(rank: int, schedule: str) -> list[Any]:
     pipe.step(**batch)
     wanted = dict(plain.named_parameters())
     wrong = [key for key, value in pipe.named_parameters() if not value.grad.equal(wanted[key].grad)]  # type: ignore[union-attr, arg-type]
-    plans = pipe._prepared.choice.plan
+    plans = pipe._latest.stages[0].choice.plan
     return [smallest, wrong, caught.value.smallest in smallest, len(plans) > 0, pipe.peak <= smallest[rank]]
 
 

@@ -85,7 +85,7 @@ def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:
     if what == "all chunks":
         given["chunks"] = 0
     if what == "rows":
-        batch = {key: value[:7] for key, value in batch.items()}
+        batch = {key: value[:0] for key, value in batch.items()}
     if what == "batch" and odd:
         batch = {key: value.flip(0) for key, value in batch.items()}
     if what == "fewer rows" and odd:
@@ -124,25 +124,6 @@ class Branch(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y.sum() if x.sum() > 0 else y.mean()
-
-
-def test_a_later_step_of_another_kind_is_refused() -> None:
-    model, batch = made("gpt2", 8)
-    pipe = memgraph.pipeline(model, "1GB", 4)
-    pipe.step(**batch)
-    gradient = next(pipe.parameters()).grad
-    assert gradient is not None
-    before = gradient.clone()
-    with pytest.raises(ValueError, match="other shapes"):
-        pipe.step(**{key: value[:4] for key, value in batch.items()})
-    with pytest.raises(ValueError, match="gradients are disabled"), torch.no_grad():
-        pipe.step(**batch)
-    model.eval()
-    with pytest.raises(ValueError, match="other modes"):
-        pipe.step(**batch)
-    model.train()
-    pipe.step(**batch)
-    torch.testing.assert_close(gradient, 2 * before)
 
 
 def test_a_hook_on_a_gradient_is_refused() -> None:

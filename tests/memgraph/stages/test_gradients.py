@@ -14,7 +14,7 @@ CASES = [(name, schedule) for name in ("gpt2", "batch norm") for schedule in ("g
 
 
 def _gradients(rank: int, name: str, schedule: str, chunks: int) -> tuple[list[str], list[str], float | None, float]:
-    """Return the rank's parameters, those with other gradients, and the loss beside that of the plain model."""
+    """Return the rank's parameters and averages, those that differ, and the loss beside that of the plain model."""
     model, batch = made(name, 3 * chunks)
     plain, expected = in_turn(model, batch, chunks, steps=2)
     pipe = memgraph.pipeline(model, "1GB", chunks, schedule=schedule)
@@ -24,10 +24,9 @@ def _gradients(rank: int, name: str, schedule: str, chunks: int) -> tuple[list[s
     names = [key for key, _ in pipe.named_parameters()]
     wrong = [key for key, value in pipe.named_parameters() if not same(value.grad, wanted[key].grad, name)]
     known = dict(plain.named_buffers())
-    own = {key.rpartition(".")[0] for key in names}
-    buffers = [key for key in known if key.rpartition(".")[0] in own and "norm" in key]
-    wrong += [key for key in buffers if not torch.equal(dict(model.named_buffers())[key], known[key])]
-    return names, wrong, None if loss is None else loss.item(), expected
+    averages = {key: value for key, value in model.named_buffers() if "norm" in key and not value.is_meta}
+    wrong += [key for key, value in averages.items() if not torch.equal(value, known[key])]
+    return [*names, *averages], wrong, None if loss is None else loss.item(), expected
 
 
 def _all(rank: int, name: str, schedule: str) -> list[tuple[list[str], list[str], float | None, float]]:
@@ -47,7 +46,8 @@ def test_gradients_are_those_of_the_plain_model(name: str, schedule: str, ranks:
     for each in zip(*results, strict=True):
         trained = {key for names, *_ in each for key in names}
         model, _ = made(name, 1)
-        assert trained == {key for key, value in model.named_parameters() if value.requires_grad}
+        averages = {key for key, _ in model.named_buffers() if "norm" in key}
+        assert trained == averages | {key for key, value in model.named_parameters() if value.requires_grad}
         assert [wrong for _, wrong, *_ in each] == [[]] * ranks
         assert [loss is None for *_, loss, _ in each] == [True] * (ranks - 1) + [False]
         assert each[-1][2] == pytest.approx(each[-1][3], rel=1e-6)
