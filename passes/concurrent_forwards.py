@@ -62,10 +62,15 @@ def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> 
     order = without_others(other.captured.trace).ops
     if {(op.name, op.fn, op.reads) for op in order} != {(op.name, op.fn, op.reads) for op in trace.ops}:
         return None
-    ordered = replace(trace, ops=tuple(trace.op[op.name] for op in order))
+    return with_plan(replace(trace, ops=tuple(trace.op[op.name] for op in order)), machine, count, other.plan)
+
+
+def with_plan(trace: Trace, machine: Machine, count: int, plan: Plan) -> PlanResult:
+    """Return a plan with its forecast, while `count` forwards are open at once."""
+    trace = without_others(trace)
     if count < 2 or trace.boundary == len(trace.ops):
-        return PlanResult(other.plan, predict(ordered, machine), predict(apply(ordered, other.plan), machine))
-    return _Limits(ordered, machine, count).with_open_forwards(other.plan)
+        return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
+    return _Limits(trace, machine, count).with_open_forwards(plan)
 
 
 def unplanned_nbytes(trace: Trace, machine: Machine, count: int) -> int:
@@ -82,14 +87,17 @@ def without_others(trace: Trace) -> Trace:
     )
 
 
-def open_forward_nbytes(forecast: Forecast) -> int:
+def open_forward_nbytes(forecast: Forecast, at: int | None = None) -> int:
     """Return the bytes that an open forward holds until its backward, its tangents included.
 
     Parameters, buffers, states and gradients do not count, as all forwards share them.
+
+    Args:
+        at: the op of backward before which it waits; None for the first.
     """
-    trace, boundary = forecast.trace, forecast.trace.boundary
+    trace, boundary = forecast.trace, forecast.trace.boundary if at is None else at
     stays = {op.name for op in trace.ops if op.fn in STAYS}
-    tangents = {op.name for op in trace.ops if op.fn == "tangent"}
+    tangents = {op.name for op in trace.ops if op.fn == "tangent"} if at is None else set()
     open_ = (life for life in forecast.lifetimes if life.first < boundary <= life.last or life.producer in tangents)
     return sum(life.nbytes for life in open_ if life.producer not in stays)
 

@@ -190,6 +190,18 @@ class StepRun:
         self.ended = True
         return results
 
+    def take_saved(self) -> list[Any]:
+        """Return the saved tensors, for a backward that runs in parts."""
+        assert self.saved is not None
+        refuse_modified(self.saved_versions)
+        saved, self.saved, self.saved_versions = self.saved, None, []
+        return saved
+
+    def run_part(self, part: fx.GraphModule, values: list[Any]) -> list[Any]:
+        """Run a part of backward."""
+        with self._running():
+            return list(self._run_backward(part, values))
+
     def _agree(self) -> None:
         self.compare_guards("")
 

@@ -1,15 +1,16 @@
-"""Run a model as pipeline stages, one on each rank.
+"""Run a model as pipeline stages, one or several on each rank.
 
 pipeline.py: the call `memgraph.pipeline`, and its steps
 arguments.py: the arguments of a pipeline, checked
 chunks.py: a mini-batch in micro-batches
-action_order.py: the order in which a stage runs forward and backward of its micro-batches
 whole_step.py: the captured step of one micro-batch, priced
 stage_cut.py: a step in stages, and what these send to each other
 cutter.py: the best cut
 stage_plans.py: the plans of a rank's stage, for each kind of mini-batch
 mini_batch_plan.py: the stages of a rank for the micro-batches of one mini-batch
 stage_budget.py: what a rank holds besides its stage's step
+stage_planner.py: the plan of a stage within its bytes
+module_parts.py: a module in parts, with pauses in between
 planned_stage.py: a stage with its plan, ready to run
 stage_runs.py: forward and backward of the micro-batches of a mini-batch
 stage_tensors.py: the parameters and buffers of a rank

@@ -12,87 +12,118 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
+
 from ..oss.comm.agreement import parameter_lines, report_errors
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
-from .action_order import SCHEDULES, StageOrder
 from .stage_group import ADVICE, StageGroup
 from .stage_tensors import all_tensors
 
 SUBJECT = "the arguments of the pipeline"
+CHECKPOINTS = ("auto", "always", "except_last", "never")
 Budget = str | int | float | None
 Budgets = Budget | list[Budget] | tuple[Budget, ...]
 
 
 @dataclass(frozen=True)
 class PipelineArguments:
-    """Arguments that fit the group; `budgets` has the bytes of each stage."""
+    """Arguments that fit the group.
+
+    Attributes:
+        budgets: the bytes of each rank.
+        balance: where each stage begins.
+        delay: of zero_bubble, as far as the budgets allow.
+    """
 
     budgets: tuple[int, ...]
     chunks: int
     schedule: str
     balance: tuple[int, ...] | None
+    stages_per_rank: int = 1
+    checkpoint: str = "auto"
+    delay: int = 0
 
-    def order(self, stage: int) -> StageOrder:
-        """Return the order in which a stage runs as many micro-batches as are asked for."""
-        return StageOrder(self.schedule, stage, len(self.budgets), self.chunks)
+    @property
+    def stage_budgets(self) -> tuple[int, ...]:
+        """Return the bytes of each stage. Those of one rank have equal shares of its budget."""
+        return tuple(each // self.stages_per_rank for each in self.budgets) * self.stages_per_rank
 
-
-def checked(
-    group: StageGroup, model: nn.Module, budget: Budgets, chunks: int, schedule: str,
-    balance: Sequence[int] | None,
-) -> PipelineArguments:  # fmt: skip
-    """Return the arguments, which are the same on all ranks.
-
-    Raises:
-        TypeError, ValueError: an argument can't be used.
-        AgreementError: another rank was given something else, or can't use its arguments.
-    """
-    if group.watchdog is None:
-        return _parsed(group, model, budget, chunks, schedule, balance)
-    with report_errors(group.watchdog, SUBJECT, ADVICE):
-        parsed = _parsed(group, model, budget, chunks, schedule, balance)
-    owned = [*model.parameters(), *model.buffers()]
-    described = parameter_lines(type(model).__qualname__, [{"params": owned}])
-    # A share of the memory, or what is free of it, is another number of bytes on each rank.
-    given = zip(_of_each(budget, group.stages), parsed.budgets, strict=True)
-    fixed = [nbytes if isinstance(each, str | int) else each for each, nbytes in given]
-    others = f"chunks={chunks}, schedule={schedule!r}, balance={parsed.balance}"
-    group.check_agreement([f"{SUBJECT}: budget={fixed}, {others}", *described])
-    texts = group.share(json.dumps(parsed.budgets).encode(), "exchange of budgets")
-    return replace(parsed, budgets=tuple(json.loads(text)[rank] for rank, text in enumerate(texts)))
+    def order(self, chunks: int) -> PipelineSchedule:
+        """Return the order in which the ranks run so many micro-batches."""
+        return PipelineSchedule(self.schedule, len(self.budgets), chunks, self.stages_per_rank, self.delay)
 
 
-def _parsed(
-    group: StageGroup, model: nn.Module, budget: Budgets, chunks: int, schedule: str,
-    balance: Sequence[int] | None,
-) -> PipelineArguments:  # fmt: skip
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ValueError(f"chunks={chunks!r}; give the number of micro-batches, 1 for the whole mini-batch")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; give one of {', '.join(map(repr, SCHEDULES))}")
-    meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
-    if 0 < meta < len(all_tensors(model)):
-        raise ValueError(
-            f"{meta} of {len(all_tensors(model))} parameters and buffers of the model are on the meta device, as in a "
-            "model that is in stages already; make a new one"
+@dataclass(frozen=True)
+class GivenArguments:
+    """The arguments of a pipeline as they were given."""
+
+    budget: Budgets
+    chunks: int
+    schedule: str
+    balance: Sequence[int] | None
+    stages_per_rank: int
+    checkpoint: str
+
+    def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
+        """Return the arguments, which are the same on all ranks.
+
+        Raises:
+            TypeError, ValueError: an argument can't be used.
+            AgreementError: another rank was given something else, or can't use its arguments.
+        """
+        if group.watchdog is None:
+            return self._parsed(group, model)
+        with report_errors(group.watchdog, SUBJECT, ADVICE):
+            parsed = self._parsed(group, model)
+        owned = [*model.parameters(), *model.buffers()]
+        described = parameter_lines(type(model).__qualname__, [{"params": owned}])
+        # A share of the memory, or what is free of it, is another number of bytes on each rank.
+        given = zip(_of_each(self.budget, group.ranks), parsed.budgets, strict=True)
+        fixed = [nbytes if isinstance(each, str | int) else each for each, nbytes in given]
+        group.check_agreement([f"{SUBJECT}: {replace(self, budget=None)}, budgets {fixed}", *described])
+        texts = group.share(json.dumps(parsed.budgets).encode(), "exchange of budgets")
+        return replace(parsed, budgets=tuple(json.loads(text)[rank] for rank, text in enumerate(texts)))
+
+    def _parsed(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        for name, number in (("chunks", self.chunks), ("stages_per_rank", self.stages_per_rank)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r}; give an integer of at least 1")
+        for name, word, words in (("schedule", self.schedule, SCHEDULES), ("checkpoint", self.checkpoint, CHECKPOINTS)):
+            if word not in words:
+                raise ValueError(f"{name}={word!r}; give one of {', '.join(map(repr, words))}")
+        if self.stages_per_rank > 1 and self.schedule != "interleaved":
+            raise ValueError(
+                f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}; several stages on a rank "
+                "take schedule='interleaved'"
+            )
+        meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
+        if 0 < meta < len(all_tensors(model)):
+            raise ValueError(
+                f"{meta} of {len(all_tensors(model))} parameters and buffers of the model are on the meta device, as "
+                "in a model that is in stages already; make a new one"
+            )
+        device = device_of_model(model)
+        if device.type != "cpu":
+            raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
+        budgets = _of_each(self.budget, group.ranks)
+        if len(budgets) != group.ranks:
+            raise ValueError(
+                f"{len(budgets)} budgets are given for {group.ranks} ranks; give one for each rank, or one for all"
+            )
+        stages = group.ranks * self.stages_per_rank
+        if self.balance is not None and len(self.balance) != stages:
+            raise ValueError(
+                f"balance has {len(self.balance)} entries for {stages} stages; give where each of them begins"
+            )
+        nbytes = tuple(budget_nbytes(each, device) for each in budgets)
+        begins = None if self.balance is None else tuple(self.balance)
+        delay = min(group.ranks, self.chunks) - 1 if self.schedule == "zero_bubble" else 0
+        return PipelineArguments(
+            nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint, delay
         )
-    device = device_of_model(model)
-    if device.type != "cpu":
-        raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")
-    budgets = _of_each(budget, group.stages)
-    if len(budgets) != group.stages:
-        raise ValueError(
-            f"{len(budgets)} budgets are given for {group.stages} stages; give one for each rank, or one for all"
-        )
-    if balance is not None and len(balance) != group.stages:
-        raise ValueError(
-            f"balance has {len(balance)} entries for {group.stages} stages; give where each of them begins"
-        )
-    nbytes = tuple(budget_nbytes(each, device) for each in budgets)
-    return PipelineArguments(nbytes, chunks, schedule, None if balance is None else tuple(balance))
 
 
 def _of_each(budget: Budgets, stages: int) -> list[Budget]:

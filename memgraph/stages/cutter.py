@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from torch import nn
 
 import passes
-from passes.stages.cut import Stage, balanced_cut, best_cut
+from passes.stages.cut import Cut, Stage, balanced_cut, best_cut
+from passes.stages.pipeline_schedule import PipelineSchedule
 
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
-from .planned_stage import StagePlanner
 from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
-from .stage_group import StageGroup
+from .stage_planner import StagePlanner, checkpoint_kinds
 from .stage_tensors import all_tensors
 from .stage_updates import StageUpdates
 from .whole_step import WholeStep
@@ -28,38 +29,57 @@ from .whole_step import WholeStep
 
 @dataclass(frozen=True, eq=False)
 class Cutter:
-    """Cuts a step for a group; `batch_nbytes` are those of a mini-batch."""
+    """Cuts a step; `batch_nbytes` are those of a mini-batch."""
 
     module: nn.Module
     step: WholeStep
-    group: StageGroup
     given: PipelineArguments
     batch_nbytes: int
     updates: StageUpdates
 
-    def begins(self) -> tuple[int, ...] | list[int]:
-        """Return the place at which each stage begins; if no cut fits, a list of the smallest budgets.
+    def cut(self) -> tuple[list[int], int] | list[int]:
+        """Return the place at which each stage begins, and the delay of weights; without a cut, the smallest budgets.
 
         Raises:
             ValueError: there are more stages than places to cut, or `balance` has other places.
         """
-        orders = map(self.given.order, range(self.group.stages))
-        costs, forwards = self.step.costs, [order.open_forwards for order in orders]
+        for delay in range(self.given.delay, 0, -1):
+            cutter = replace(self, given=replace(self.given, delay=delay))
+            if (begins := cutter._begins()) is not None:
+                return begins, delay
+        cutter = replace(self, given=replace(self.given, delay=0))
+        begins = cutter._begins()
+        return cutter._smallest() if begins is None else (begins, 0)
+
+    def _begins(self) -> list[int] | None:
+        """Return the place at which each stage begins; None if no cut keeps the budgets."""
+        costs, budgets = self.step.costs, self.given.stage_budgets
         if self.given.balance is not None:
-            return StageCut.of(self.step, balanced_cut(costs, self.given.balance, forwards)).begins
-        unlimited = best_cut(costs, [math.inf] * self.group.stages, forwards)
+            cut = StageCut.of(self.step, balanced_cut(costs, self.given.balance, self._forwards))
+            fits = self.given.delay == 0 or all(self._fits(cut, stage) for stage in range(len(budgets)))
+            return list(cut.begins) if fits else None
 
         @cache
         def us(stage: Stage) -> float:
-            return self._planner(self._around(stage), stage.number).us()
+            times = self._planner(self._around(stage), stage.number).times()
+            return times.forward + times.backward + times.weights
 
-        try:
-            cut = best_cut(costs, self.given.budgets, forwards, us)
-        except passes.BudgetError:
-            if all(map(math.isfinite, map(us, unlimited.stages))):
-                return StageCut.of(self.step, unlimited).begins
-            return self._smallest(StageCut.of(self.step, unlimited))
-        return StageCut.of(self.step, cut).begins
+        with suppress(passes.BudgetError):
+            return list(StageCut.of(self.step, best_cut(costs, budgets, self._forwards, us)).begins)
+        if all(map(math.isfinite, map(us, self._unlimited.stages))):
+            return list(StageCut.of(self.step, self._unlimited).begins)
+        return None
+
+    @cached_property
+    def _unlimited(self) -> Cut:
+        return best_cut(self.step.costs, [math.inf] * len(self.given.stage_budgets), self._forwards)
+
+    @property
+    def _forwards(self) -> list[int]:
+        return [self._schedule.open_forwards(stage) for stage in range(len(self.given.stage_budgets))]
+
+    def _fits(self, cut: StageCut, stage: int) -> bool:
+        return math.isfinite(self._planner(cut, stage).times().forward)
 
     def parameters(self, cut: StageCut, stage: int) -> StageParameters:
         """Return the bytes that follow from the parameters of a stage, and of its optimizer."""
@@ -74,22 +94,26 @@ class Cutter:
             nbytes(trained), nbytes(cut.shared(stage)), nbytes(unread), *self.updates.nbytes(trained)
         )
 
+    @property
+    def _schedule(self) -> PipelineSchedule:
+        return self.given.order(self.given.chunks)
+
     def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
-        order = self.given.order(stage)
-        parameters = self.parameters(cut, stage)
-        sizes = self.batch_nbytes, cut.traces[stage], order, cut.sent_backward(stage), parameters
-        budget = StageBudget.of(self.given.budgets[stage], *sizes)
-        return StagePlanner(cut, order, budget, device_of_model(self.module))
+        sizes = self.batch_nbytes, cut.traces[stage], self._schedule, stage, cut.sent_backward(stage)
+        budget = StageBudget.of(self.given.stage_budgets[stage], *sizes, self.parameters(cut, stage))
+        device, kind = device_of_model(self.module), checkpoint_kinds(self.given.checkpoint)[0]
+        return StagePlanner(cut, stage, self._schedule, budget, device, kind)
 
     def _around(self, stage: Stage) -> StageCut:
         """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""
         borders = list(self.step.costs.borders)
-        count, number = self.group.stages, stage.number
+        count, number = len(self.given.stage_budgets), stage.number
         first, last = borders.index(stage.begin), borders.index(stage.end)
         before = [borders[i * first // max(number, 1)] for i in range(number)]
         after = count - number - 1
         rest = [borders[last + i * (len(borders) - 1 - last) // max(after, 1)] for i in range(after)]
         return StageCut(self.step, (*before, stage.begin, *rest))
 
-    def _smallest(self, cut: StageCut) -> list[int]:
-        return [self._planner(cut, k).smallest() for k in range(self.group.stages)]
+    def _smallest(self) -> list[int]:
+        cut = StageCut.of(self.step, self._unlimited)
+        return [self._planner(cut, k).smallest() for k in range(len(self.given.stage_budgets))]

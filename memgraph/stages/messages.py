@@ -7,7 +7,7 @@ Both sides know shapes and strides from the captured step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from .stage_group import StageGroup
 
-TAG = 9  # of messages between stages; sharded optimizers use others
+TAG = 9  # of messages between stages; sharded optimizers use smaller ones
 Work = tuple[dist.Work, Tensor]  # the tensor has to stay alive until the message has arrived
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A value that one stage sends to another; `fake` has its layout."""
+    """A value that one stage sends to another; `fake` has its layout. Stage k is on rank k % ranks."""
 
     name: str
     fake: Tensor
@@ -33,32 +33,56 @@ class Message:
     def nbytes(self) -> int:
         return _span(self.fake) * self.fake.element_size()
 
+    @property
+    def tag(self) -> int:
+        """The same for all messages between two stages; they are received in the order in which they are sent."""
+        return TAG + (self.sender << 12) + self.receiver
+
+
+@dataclass(frozen=True, eq=False)
+class Receipt:
+    """Values that have been asked for."""
+
+    group: StageGroup
+    values: dict[str, Tensor]
+    works: list[dist.Work | None]
+
+    def wait(self) -> dict[str, Tensor]:
+        """Return the values once they have come."""
+        with self.group.naming("receiving of values from a stage"):
+            for work in self.works:
+                self.group.wait(work)
+        return self.values
+
 
 def send(group: StageGroup, messages: Iterable[tuple[Message, Tensor]]) -> list[Work]:
     """Start to send values."""
     works: list[Work] = []
     with group.naming("sending of values to a stage"):
         for message, value in messages:
-            sent = _bytes(message.fake, _with_layout(message.fake, value))
+            sent = _bytes(message.fake, with_layout(message.fake, value))
             if message.nbytes:
-                work = dist.isend(sent, group=group.group, group_dst=message.receiver, tag=TAG)
+                receiver = message.receiver % group.ranks
+                work = dist.isend(sent, group=group.group, group_dst=receiver, tag=message.tag)
                 assert work is not None
                 works.append((work, sent))
     return works
 
 
-def receive(group: StageGroup, messages: Sequence[Message]) -> list[Tensor]:
-    """Return values once they have come."""
-    values = [_empty(message.fake) for message in messages]
+def receive(group: StageGroup, messages: Sequence[Message], here: Mapping[Message, Tensor] | None = None) -> Receipt:
+    """Ask for values; those of stages on the same rank are `here`."""
+    known = here or {}
+    values = {message.name: known[message] if message in known else _empty(message.fake) for message in messages}
     with group.naming("receiving of values from a stage"):
         works = [
-            dist.irecv(_bytes(message.fake, value), group=group.group, group_src=message.sender, tag=TAG)
-            for message, value in zip(messages, values, strict=True)
-            if message.nbytes
-        ]
-        for work in works:
-            group.wait(work)
-    return values
+            dist.irecv(
+                _bytes(message.fake, values[message.name]), group=group.group,
+                group_src=message.sender % group.ranks, tag=message.tag,
+            )
+            for message in messages
+            if message.nbytes and message not in known
+        ]  # fmt: skip
+    return Receipt(group, values, works)
 
 
 def wait_for(group: StageGroup, works: list[Work]) -> None:
@@ -67,6 +91,11 @@ def wait_for(group: StageGroup, works: list[Work]) -> None:
         for work, _ in works:
             group.wait(work)
     works.clear()
+
+
+def with_layout(fake: Tensor, value: Tensor) -> Tensor:
+    """Return the value with the strides that it has in the captured step."""
+    return value if value.stride() == fake.stride() else _empty(fake).copy_(value)
 
 
 def _span(fake: Tensor) -> int:
@@ -79,10 +108,6 @@ def _span(fake: Tensor) -> int:
 def _empty(fake: Tensor) -> Tensor:
     flat = torch.empty(_span(fake), dtype=fake.dtype, device=fake.device)
     return flat.as_strided(fake.shape, fake.stride())
-
-
-def _with_layout(fake: Tensor, value: Tensor) -> Tensor:
-    return value if value.stride() == fake.stride() else _empty(fake).copy_(value)
 
 
 def _bytes(fake: Tensor, value: Tensor) -> Tensor:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .action_order import StageOrder
+from passes.stages.pipeline_schedule import PipelineSchedule
+from passes.stages.timeline import StageTimes
+
 from .planned_stage import PlannedStage
 
 
@@ -17,24 +19,26 @@ class MiniBatchPlan:
     """The stages of a rank for one mini-batch, and the order in which it runs them.
 
     Attributes:
-        stages: the stage for each micro-batch.
+        stages: the stage for each micro-batch, by the numbers of the rank's stages.
         owners: the stages that have each parameter that gets a gradient.
         peak: forecast bytes of the rank.
+        times: forecast times of each stage of all ranks, for its first micro-batch.
     """
 
-    order: StageOrder
-    stages: tuple[PlannedStage, ...]
+    schedule: PipelineSchedule
+    stages: Mapping[int, Sequence[PlannedStage]]
     owners: Mapping[str, tuple[int, ...]]
     peak: int
+    times: tuple[StageTimes, ...]
 
     @property
     def gradients(self) -> list[str]:
         """Return the parameters of this rank that get gradients."""
-        return [name for name, stages in self.owners.items() if self.order.stage in stages]
+        return [name for name, stages in self.owners.items() if not self.stages.keys().isdisjoint(stages)]
 
 
-def largest_peak(order: StageOrder, stages: tuple[PlannedStage, ...]) -> int:
-    """Return the bytes of a rank if forwards of all these stages may be open at once."""
-    others = order.open_forwards - 1
-    alone = max(stage.peak - others * stage.open_nbytes for stage in stages)
-    return alone + others * max(stage.open_nbytes for stage in stages)
+def largest_peak(forwards: int, stages: Sequence[PlannedStage]) -> int:
+    """Return the bytes of a stage if so many forwards of any of these may be open at once."""
+    others = forwards - 1
+    alone = max(stage.plan.peak - others * stage.plan.open_nbytes for stage in stages)
+    return alone + others * max(stage.plan.open_nbytes for stage in stages)

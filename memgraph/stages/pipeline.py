@@ -19,13 +19,13 @@ from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
 from ..tensors.pytree import flatten
-from .arguments import Budgets, PipelineArguments, checked
+from .arguments import Budgets, GivenArguments, PipelineArguments
 from .chunks import MicroBatch, call_lines, chunked, mode_lines
 from .mini_batch_plan import MiniBatchPlan
 from .shared_parameters import SharedGradients, make_gradients
 from .stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
-from .stage_runs import Named, StageRuns
+from .stage_runs import ActionTimes, Named, StageRuns
 from .stage_state_dict import full_state_dict, load_own, own_state_dict
 from .stage_tensors import give_memory, release_others, warn_unwritten
 from .stage_updates import MakeOptimizer, StageUpdates
@@ -37,8 +37,9 @@ def pipeline(
     model: nn.Module, budget: Budgets = None, chunks: int = 8,
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
+    checkpoint: str = "auto", stages_per_rank: int | None = None,
 ) -> Pipeline:  # fmt: skip
-    """Return a pipeline that trains `model` in as many stages as the group has ranks.
+    """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
         pipe = memgraph.pipeline(model, budget="8GB", chunks=8, optimizer=torch.optim.AdamW)
         for ids in batches:
@@ -60,18 +61,24 @@ def pipeline(
             numbers where several ranks are on one device.
         chunks: the most micro-batches of a mini-batch, which is divided as `torch.chunk` does.
         group: the ranks; None for the default group, or for this process alone if there is none.
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b"; "gpipe", which holds all micro-batches at once; "interleaved", with several stages on a rank;
+            or "zero_bubble", which computes the gradients of parameters where the rank would wait.
         loss: becomes part of the step: it is called with the model's result, and with `target=` if a step has one.
         balance: where each stage begins, as the number of an op, instead of the best cut.
         optimizer: makes an optimizer from a list of parameters, as `torch.optim.AdamW` or a `functools.partial` of it
-            does. It is called with all parameters, to measure its states, and then with those of the stage.
+            does. It is called with all parameters, to measure its states, and then with those of the rank.
+        checkpoint: "auto" recomputes what the budget asks for. "always" recomputes all of a stage, "except_last" all
+            but for the last micro-batch, and "never" nothing.
+        stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
         AgreementError: another rank was given something else.
     """
     stages = StageGroup(group)
-    given = checked(stages, model, budget, chunks, schedule, balance)
+    if stages_per_rank is None:
+        stages_per_rank = 2 if schedule == "interleaved" else 1
+    given = GivenArguments(budget, chunks, schedule, balance, stages_per_rank, checkpoint).checked(stages, model)
     return Pipeline(model if loss is None else WithLoss(model, loss), stages, given, optimizer)
 
 
@@ -94,6 +101,7 @@ class Pipeline:
         self._plans: dict[Hashable, MiniBatchPlan] = {}  # by the key of a call, the latest last
         self._attributes = AttributeGuard(module)
         self._failed = False
+        self.timeline: list[ActionTimes] = []  # of the latest step on this rank
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
@@ -123,7 +131,7 @@ class Pipeline:
         """
         self.prepare(*args, **kwargs)
         if self._versions:
-            warn_unwritten(self.module, self._cut.owned[self.group.rank], self._versions)
+            warn_unwritten(self.module, self._kept, self._versions)
             self._versions = {}
         try:
             with self.group.ending_together():
@@ -183,9 +191,15 @@ class Pipeline:
 
     @property
     def _gradients(self) -> dict[str, None]:
-        """The names of the parameters that this rank's stage makes gradients of."""
+        """The names of the parameters that this rank makes gradients of."""
         cut = self._cut.cut
-        return dict.fromkeys(cut.gradient_names(cut.traces[self.group.rank]))
+        traces = cut.traces[self.group.rank :: self.group.ranks]
+        return dict.fromkeys(name for trace in traces for name in cut.gradient_names(trace))
+
+    @property
+    def _kept(self) -> frozenset[str]:
+        """The names of the parameters and buffers of this rank."""
+        return self._cut.kept(self.group.rank, self.group.ranks)
 
     @property
     def _latest(self) -> MiniBatchPlan:
@@ -218,10 +232,10 @@ class Pipeline:
             try:
                 return plans.plan(args, kwargs, first, None)[1]
             finally:
-                release_others(self.module, first.owned[self.group.rank])
+                release_others(self.module, self._kept)
         self._versions |= versions
         self._first, planned = plans.plan(args, kwargs, None, StageUpdates(self.module, self._make))
-        release_others(self.module, self._first.owned[self.group.rank])
+        release_others(self.module, self._kept)
         self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
 
@@ -231,10 +245,12 @@ class Pipeline:
         shared.begin()
         make_gradients(parameters, plan.gradients)
         batches = chunked(args, kwargs, self.given.chunks)
-        chunks = [self._named(stage.arguments, each) for stage, each in zip(plan.stages, batches, strict=True)]
+        stages = next(iter(plan.stages.values()))
+        chunks = [self._named(stage.arguments, each) for stage, each in zip(stages, batches, strict=True)]
         runs = StageRuns(self.group, plan, parameters, chunks, [each.share for each in batches])
         runs.run()
         shared.finish()
+        self.timeline = runs.times
         return runs.loss
 
     def _named(self, names: Sequence[str], batch: MicroBatch) -> Named:

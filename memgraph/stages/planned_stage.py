@@ -1,33 +1,64 @@
-"""A stage with its plan: the halves that its rank runs for each micro-batch.
+"""A stage with its plan: what its rank runs for each micro-batch.
 
-trace of the stage, bytes, open forwards    ->    plan    ->    rewritten graph    ->    forward, backward
+rewritten graph of a stage    ->    forward, and backward in up to three parts
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
-import passes
-from passes import Machine, PlanResult, Trace, make_plan
-from passes.concurrent_forwards import open_forward_nbytes, pending_gradient_nbytes, plan_forwards, same_plan
+from passes import PlanResult
+from passes.concurrent_forwards import open_forward_nbytes
+from passes.stages.timeline import StageTimes
 
-from ..errors import BudgetError
-from ..graph.accumulate_grads import accumulate_grads
-from ..graph.captured import Captured, Input, Output
+from ..graph.captured import Captured
 from ..graph.partition import INPUTS_OF_BACKWARD, Partition, partition
 from ..graph.rewrite import rewrite
-from ..graph.stage_graph import stage_graph
-from ..graph.summarize import Cost, summarize
-from ..profile.library_workspaces import add_library_workspaces
-from .action_order import StageOrder
-from .stage_budget import StageBudget
+from .module_parts import ModulePart, module_parts
 from .stage_cut import StageCut
 
-ROLES: dict[str, Literal["output", "input_gradient"]] = {"output": "output", "watched": "input_gradient"}
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """The plan of a stage.
+
+    Attributes:
+        peak: forecast bytes of the rank for this stage.
+        first_read: the op before which backward waits for its gradients; None if they are there.
+        first_weight: the op at which the gradients of parameters begin, if they have an action of their own.
+    """
+
+    choice: PlanResult
+    peak: int
+    first_read: str | None
+    first_weight: str | None
+
+    @property
+    def open_nbytes(self) -> int:
+        """Return the bytes that an open forward holds."""
+        return open_forward_nbytes(self.choice.forecast)
+
+    @property
+    def times(self) -> StageTimes:
+        """Return the forecast times of a micro-batch."""
+        trace, us = self.choice.forecast.trace, [0.0, 0.0, 0.0, 0.0]
+        part = 0
+        for i, op in enumerate(trace.ops):
+            part = max(part, 1 if i >= trace.boundary else 0)
+            if op.name == self.first_read:
+                part = 2
+            if op.name == self.first_weight:
+                part = 3
+            us[part] += op.us
+        forward, recompute, backward, weights = us
+        if self.first_read is None:
+            recompute, backward = 0.0, recompute + backward
+        return StageTimes(forward, recompute + backward, weights, recompute)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,129 +66,81 @@ class PlannedStage:
     """One stage, ready to run.
 
     Attributes:
-        inputs, tangents: names of what forward reads, and of the gradients that backward reads.
-        arguments: names of all inputs of the step.
         gradients: the parameters whose gradients backward adds to.
         outputs, results: names of what forward and backward return.
-        peak: forecast bytes of the rank.
     """
 
     cut: StageCut
+    plan: StagePlan
     halves: Partition
-    arguments: tuple[str, ...]
     inputs: tuple[str, ...]
-    tangents: tuple[str, ...]
     gradients: tuple[str, ...]
     outputs: tuple[str, ...]
     results: tuple[str, ...]
-    choice: PlanResult
-    peak: int
+    recompute: ModulePart | None
+    backward: ModulePart | None
+    weights: ModulePart | None
 
-    @property
-    def open_nbytes(self) -> int:
-        """Return the bytes that an open forward holds."""
-        return open_forward_nbytes(self.choice.forecast)
-
-
-@dataclass(frozen=True, eq=False)
-class StagePlanner:
-    """Plans the stage of `order` in a cut, within its bytes."""
-
-    cut: StageCut
-    order: StageOrder
-    bytes_of: StageBudget
-    device: torch.device
-
-    def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
-        """Return the stage, ready to run.
-
-        Args:
-            beside: the stage for a larger micro-batch, whose forwards may be open as well: it has the same plan, if
-                the ops are the same.
-
-        Raises:
-            BudgetError: no plan fits; `smallest` is that of the rank.
-        """
-        graph = self._graph
-        choice, peak = self._choose(graph, None if beside is None else beside.choice)
-        planned = rewrite(graph, choice.forecast.trace)
+    @classmethod
+    def of(cls, cut: StageCut, stage: int, graph: fx.Graph, plan: StagePlan) -> PlannedStage:
+        """Rewrite the graph of a stage by its plan."""
+        trace = cut.traces[stage]
+        planned = rewrite(graph, plan.choice.forecast.trace)
+        halves = partition(planned, cut.step.captured.graph)
         placeholders = planned.find_nodes(op="placeholder")
-        return PlannedStage(
-            cut=self.cut,
-            halves=partition(planned, self.cut.step.captured.graph),
-            arguments=tuple(input_names(self.cut.step.captured)),
+        return cls(
+            cut=cut,
+            plan=plan,
+            halves=halves,
             inputs=tuple(node.name for node in placeholders if node.meta["kind"] not in INPUTS_OF_BACKWARD),
-            tangents=tuple(node.name for node in placeholders if node.meta["kind"] == "tangent"),
-            gradients=tuple(self.cut.gradient_names(self._trace)),
-            outputs=tuple(value for kind, value in self._trace.outputs if kind == "output"),
-            results=tuple(value for kind, value in self._trace.outputs if kind != "output"),
-            choice=choice,
-            peak=peak,
+            gradients=tuple(cut.gradient_names(trace)),
+            outputs=tuple(value for kind, value in trace.outputs if kind == "output"),
+            results=tuple(value for kind, value in trace.outputs if kind != "output"),
+            **_parts(halves, plan),
         )
-
-    def us(self) -> float:
-        """Return the time for one micro-batch; infinite if no plan fits."""
-        try:
-            return self._choose(self._graph)[0].forecast.us
-        except BudgetError:
-            return float("inf")
-
-    def smallest(self) -> int:
-        """Return the smallest budget for which a plan is found."""
-        try:
-            return replace(self, bytes_of=replace(self.bytes_of, budget=1))._choose(self._graph)[1]
-        except BudgetError as error:
-            return error.smallest
 
     @property
-    def _trace(self) -> Trace:
-        return self.cut.traces[self.order.stage]
+    def arguments(self) -> list[str]:
+        """Return the names of all inputs of the step."""
+        return input_names(self.cut.step.captured)
 
     @property
-    def _graph(self) -> fx.Graph:
-        """The graph of the stage, which adds to existing gradients."""
-        step = self.cut.step
-        whole, graph = step.captured, stage_graph(step.captured.graph.graph, self._trace)
-        known = dict(zip(input_names(whole), whole.inputs, strict=True))
-        inputs = tuple(known.get(node.name) or Input(node.meta["kind"]) for node in graph.find_nodes(op="placeholder"))
-        names = iter(self.cut.gradient_names(self._trace))
-        outputs = tuple(
-            Output("gradient", next(names)) if kind == "gradient" else Output(ROLES[kind])
-            for kind, _ in self._trace.outputs
-        )
-        stage = replace(whole, graph=fx.GraphModule(whole.graph, graph), inputs=inputs, outputs=outputs)
-        return accumulate_grads(stage, ())
+    def tangents(self) -> tuple[str, ...]:
+        """Return the names of the gradients that backward reads."""
+        return self.halves.tangent_names
 
-    def _choose(self, graph: fx.Graph, other: PlanResult | None = None) -> tuple[PlanResult, int]:
-        """Return the plan, and the forecast bytes of the rank.
+    def read_later(self, saved: Sequence[Any], gradients: Sequence[Tensor | None]) -> dict[str, Any]:
+        """Return what backward is given, by name, without the tangents and what no op reads."""
+        pairs = zip(self._given, (*saved, *gradients), strict=True)
+        return {name: value for name, value in pairs if name in self._read}
 
-        Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
-        whose forwards are open at once.
-        """
-        ops = self.cut.step.trace.op
-        trace = summarize(
-            graph, lambda node: Cost(ops[node.name].us, ops[node.name].workspace) if node.name in ops else Cost()
-        )
-        several = self.order.open_forwards > 1 and trace.boundary < len(trace.ops)
-        fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
-        machine = Machine(max(1, self.bytes_of.budget - fixed), str(self.device))
-        trace = add_library_workspaces(trace, self.device)
-        count = self.order.open_forwards
-        try:
-            choice = other and same_plan(trace, machine, count, other)
-            choice = choice or plan_forwards(trace, machine, count, make_plan)
-        except passes.BudgetError as error:
-            raise self._too_small(max(error.smallest + fixed, self.bytes_of.update)) from None
-        peak = max(choice.forecast.peak + fixed, self.bytes_of.update)
-        if peak > self.bytes_of.budget:
-            raise self._too_small(peak)
-        return choice, peak
+    @cached_property
+    def _given(self) -> list[str]:
+        assert self.halves.backward is not None
+        names = [node.name for node in self.halves.backward.graph.find_nodes(op="placeholder")]
+        return [name for name in names if name not in self.tangents]
 
-    def _too_small(self, least: int) -> BudgetError:
-        stage, allowed = f"stage {self.order.stage} of {self.order.stages}", self.bytes_of.budget
-        return BudgetError(f"{stage} needs {least} bytes, and {allowed} are allowed", allowed, least)
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        parts = (self.recompute, self.backward, self.weights)
+        return frozenset(name for part in parts if part is not None for name in part.inputs)
 
 
 def input_names(captured: Captured) -> list[str]:
     """Return the names of all inputs of a step."""
     return [node.name for node in captured.graph.graph.find_nodes(op="placeholder")]
+
+
+def _parts(halves: Partition, plan: StagePlan) -> dict[str, ModulePart | None]:
+    """Return backward in parts: what reads no gradient, what is sent, and what is not."""
+    parts: dict[str, ModulePart | None] = dict.fromkeys(("recompute", "backward", "weights"))
+    if halves.backward is None:
+        return parts
+    begins = {"recompute": None, "backward": plan.first_read, "weights": plan.first_weight}
+    present = [name for name, begin in begins.items() if begin is not None]
+    if plan.first_read is None:
+        present.insert(0, "backward")
+    else:
+        present.insert(0, "recompute")
+    made = module_parts(halves.backward, [begin for begin in begins.values() if begin is not None])
+    return parts | dict(zip(present, made, strict=True))

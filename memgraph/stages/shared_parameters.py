@@ -17,13 +17,14 @@ from .stage_group import StageGroup
 
 
 class SharedGradients:
-    """The shared parameters of one rank, and the stages that read each of them."""
+    """The shared parameters of one rank, and the ranks that have each of them."""
 
     def __init__(
         self, group: StageGroup, parameters: Mapping[str, Tensor], owners: Mapping[str, tuple[int, ...]]
     ) -> None:
-        self.group, self.parameters, self.owners = group, parameters, owners
-        self.names = sorted(name for name, stages in owners.items() if len(stages) > 1 and group.rank in stages)
+        self.group, self.parameters = group, parameters
+        self.owners = {name: sorted({stage % group.ranks for stage in stages}) for name, stages in owners.items()}
+        self.names = sorted(name for name, ranks in self.owners.items() if len(ranks) > 1 and group.rank in ranks)
         self._earlier: list[Tensor | None] = []
 
     def begin(self) -> None:
@@ -33,7 +34,7 @@ class SharedGradients:
             self.parameters[name].grad = None
 
     def finish(self) -> None:
-        """Add the parts of all stages, in their order, and then the gradients of earlier steps."""
+        """Add the parts of all ranks, in their order, and then the gradients of earlier steps."""
         for name, earlier in zip(self.names, self._earlier, strict=True):
             gradient = self.parameters[name].grad
             assert gradient is not None
@@ -42,15 +43,15 @@ class SharedGradients:
                 self.parameters[name].grad = earlier.add_(gradient)
         self._earlier = []
 
-    def _sum(self, name: str, gradient: Tensor, stages: Sequence[int]) -> None:
-        first, rank = stages[0], self.group.rank
+    def _sum(self, name: str, gradient: Tensor, ranks: Sequence[int]) -> None:
+        first, rank = ranks[0], self.group.rank
         if rank != first:
             wait_for(self.group, send(self.group, [(Message(name, gradient, rank, first), gradient)]))
-            gradient.copy_(receive(self.group, [Message(name, gradient, first, rank)])[0])
+            gradient.copy_(receive(self.group, [Message(name, gradient, first, rank)]).wait()[name])
             return
-        for other in stages[1:]:
-            gradient.add_(receive(self.group, [Message(name, gradient, other, first)])[0])
-        works = send(self.group, [(Message(name, gradient, first, other), gradient) for other in stages[1:]])
+        for other in ranks[1:]:
+            gradient.add_(receive(self.group, [Message(name, gradient, other, first)]).wait()[name])
+        works = send(self.group, [(Message(name, gradient, first, other), gradient) for other in ranks[1:]])
         wait_for(self.group, works)
 
 

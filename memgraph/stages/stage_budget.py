@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from passes import Trace
+from passes.stages.pipeline_schedule import BACKWARD, FORWARD, NO_GRADIENTS, PipelineSchedule
 
 from ..errors import BudgetError
-from .action_order import StageOrder
 from .messages import Message
 
 MESSAGES = 4096  # bytes of losses and of small messages between ranks
@@ -51,33 +51,41 @@ class StageBudget:
 
     @classmethod
     def of(
-        cls, budget: int, batch_nbytes: int, trace: Trace, order: StageOrder, sent: Iterable[Message],
-        parameters: StageParameters,
+        cls, budget: int, batch_nbytes: int, trace: Trace, schedule: PipelineSchedule, number: int,
+        sent: Iterable[Message], parameters: StageParameters,
     ) -> StageBudget:  # fmt: skip
-        """Return the bytes of a stage with this trace.
+        """Return the bytes of the stage `number`, which has this trace.
 
         Args:
             sent: the gradients that it sends.
         """
         own = sum(op.nbytes for op in trace.ops if op.fn in ("parameter", "buffer"))
-        resident = batch_nbytes + parameters.unread + parameters.states + MESSAGES
-        messages = list(sent)
-        late = max((order.unread_gradients(message.receiver) for message in messages), default=0)
-        waiting = late * sum(message.nbytes for message in messages)
+        batch = batch_nbytes if number < schedule.ranks else 0  # lies there once for all stages of a rank
+        resident = batch + parameters.unread + parameters.states + MESSAGES
+        waiting = sum(schedule.unread(BACKWARD, number, each.receiver) * each.nbytes for each in sent)
         values = 0
         if trace.boundary == len(trace.ops):  # without a backward, no plan counts open forwards
             held = {s for _, value in trace.outputs for s in trace.op[value].holds}
-            values = (order.open_forwards - 1) * sum(trace.nbytes[s] for s in held)
+            is_alone = schedule.name == NO_GRADIENTS
+            receivers = range(number + 1, schedule.stages) if is_alone else ()
+            late = max((schedule.unread(FORWARD, number, each) for each in receivers), default=0)
+            values = max(late, schedule.open_forwards(number) - 1) * sum(trace.nbytes[s] for s in held)
         others = resident + waiting + values + 2 * parameters.shared
         return cls(budget, others, resident + own + parameters.gradients + parameters.workspace)
 
 
 def budgets_error(budgets: Sequence[int], smallest: Sequence[int]) -> BudgetError:
-    """Return the error of stages that need more than these budgets."""
-    k = max(range(len(budgets)), key=lambda k: smallest[k] - budgets[k])
+    """Return the error of ranks that need more than these budgets.
+
+    Args:
+        smallest: bytes of each stage. Stages of one rank have equal shares of its budget.
+    """
+    ranks = len(budgets)
+    needed = [max(smallest[rank::ranks]) * len(smallest[rank::ranks]) for rank in range(ranks)]
+    k = max(range(ranks), key=lambda k: needed[k] - budgets[k])
     return BudgetError(
-        f"no plan keeps the budgets of {len(budgets)} stages: stage {k} needs {smallest[k]} bytes, and {budgets[k]} "
-        f"are allowed; give budget={list(smallest)}, or more chunks",
+        f"no plan keeps the budgets of {len(smallest)} stages: stage {k} needs {needed[k]} bytes, and {budgets[k]} "
+        f"are allowed; give budget={needed}, or more chunks",
         budgets[k],
-        smallest[k],
+        needed[k],
     )

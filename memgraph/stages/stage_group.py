@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: one stage on each, in the order of the group.
+"""The ranks of a pipeline, in the order of the group.
 
 rank 0: "8 rows"    rank 1: "9 rows"    ->    AgreementError on both
 rank 1: IndexError in its stage         ->    IndexError on all ranks, with a note of rank and stage
@@ -30,8 +30,9 @@ class StageGroup:
         joined = group is not None or (dist.is_available() and dist.is_initialized())
         world: Any = dist.group.WORLD if joined else None
         self.group: Any = group or world
-        self.rank, self.stages = (dist.get_rank(self.group), dist.get_world_size(self.group)) if joined else (0, 1)
-        self.watchdog = CollectiveWatchdog(self.group) if self.stages > 1 else None
+        self.rank, self.ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if joined else (0, 1)
+        self.watchdog = CollectiveWatchdog(self.group) if self.ranks > 1 else None
+        self.stage = self.rank  # the one that runs, for the note of an error
 
     def check_agreement(self, lines: Sequence[str]) -> None:
         """
@@ -83,7 +84,7 @@ class StageGroup:
     def _tell(self, error: BaseException) -> None:
         if self.watchdog is None:
             return
-        note = f"raised in stage {self.rank}, on rank {self.watchdog.members[self.rank]}"
+        note = f"raised in stage {self.stage}, on rank {self.watchdog.members[self.rank]}"
         error.add_note(note)
         with suppress(RuntimeError):
             self.watchdog.store.compare_set(FIRST_ERROR, "", _pickled(error, note))

@@ -7,7 +7,7 @@ later call: 7 rows in 4 micro-batches    ->    the cut between the same paramete
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,24 +15,28 @@ import torch
 from torch import nn
 
 from passes.stages.owned_cut import begins_by_owners
+from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
+from passes.stages.timeline import StageTimes
 
 from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
 from ..profile.memory_meter import resident_bytes
-from .action_order import NO_GRADIENTS
 from .arguments import PipelineArguments, device_of_model
 from .chunks import MicroBatch, batch_nbytes, chunked
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
-from .planned_stage import PlannedStage, StagePlanner
+from .planned_stage import PlannedStage
 from .stage_budget import StageBudget, StageParameters, budgets_error
 from .stage_cut import StageCut
 from .stage_group import StageGroup
+from .stage_planner import StagePlanner, checkpoint_kinds
 from .stage_tensors import all_tensors
 from .stage_updates import StageUpdates
 from .whole_step import WholeStep, whole_step
 
 PLANNING = "the planning of the stages"
+Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
+Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +45,18 @@ class FirstCut:
 
     Attributes:
         owned: names of the parameters and buffers of each stage.
-        parameters: bytes that follow from those of this rank.
+        parameters: bytes that follow from those of each stage of this rank.
+        delay: of zero_bubble.
     """
 
     cut: StageCut
     owned: tuple[frozenset[str], ...]
-    parameters: StageParameters
+    parameters: Mapping[int, StageParameters]
+    delay: int
+
+    def kept(self, rank: int, ranks: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers of a rank."""
+        return frozenset().union(*self.owned[rank::ranks])
 
     def follow(self, step: WholeStep) -> StageCut:
         """Return the cut of another step between the same parameters.
@@ -88,25 +98,37 @@ class StagePlans:
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
         batches = chunked(args, kwargs, self.given.chunks)
-        kinds = {batch.shapes: batch for batch in reversed(batches)}
+        examples = {batch.shapes: batch for batch in reversed(batches)}
         shapes = list(dict.fromkeys(batch.shapes for batch in batches))
-        steps = self._steps([kinds[each] for each in shapes], first, updates)
+        steps = self._steps([examples[each] for each in shapes], first, updates)
         nbytes = batch_nbytes(args, kwargs)
         if first is None:
             assert updates is not None
             first = self._first(steps[0], nbytes, updates)
         with self.group.reporting(PLANNING):
-            cuts = [first.follow(step) for step in steps]
-        order = replace(self._given, chunks=len(batches)).order(self.group.rank)
-        stages = dict(zip(shapes, self._planned([self._planner(cut, first, nbytes) for cut in cuts]), strict=True))
-        trained = {name for cut in cuts for name in cut.owners}
+            cuts = dict(zip(shapes, [first.follow(step) for step in steps], strict=True))
+        schedule, usual, last = self._schedule(len(batches), first), *checkpoint_kinds(self.given.checkpoint)
+        kinds = [(batch.shapes, usual if batch is not batches[-1] else last) for batch in batches]
+        planners = {
+            stage: {kind: self._planner(cuts[kind[0]], first, stage, nbytes, kind[1]) for kind in dict.fromkeys(kinds)}
+            for stage in schedule.stages_of(self.group.rank)
+        }
+        planned = self._planned(planners)
+        stages = {stage: [by_kind[kind] for kind in kinds] for stage, by_kind in planned.items()}
+        trained = {name for cut in cuts.values() for name in cut.owners}
         owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
-        peak = largest_peak(order, tuple(stages.values()))
-        return first, MiniBatchPlan(order, tuple(stages[batch.shapes] for batch in batches), owners, peak)
+        peak = sum(_stage_peak(planners[stage], by_kind) for stage, by_kind in planned.items())
+        return first, MiniBatchPlan(schedule, stages, owners, peak, self._times(stages))
 
-    @property
-    def _given(self) -> PipelineArguments:
-        return self.given if torch.is_grad_enabled() else replace(self.given, schedule=NO_GRADIENTS)
+    def _schedule(self, chunks: int, first: FirstCut) -> PipelineSchedule:
+        name = self.given.schedule if torch.is_grad_enabled() else NO_GRADIENTS
+        return replace(self.given, schedule=name, delay=first.delay).order(chunks)
+
+    def _times(self, stages: Mapping[int, Sequence[PlannedStage]]) -> tuple[StageTimes, ...]:
+        """Return the times of all stages."""
+        own = json.dumps([(stage, each[0].plan.times) for stage, each in stages.items()]).encode()
+        times = [pair for text in self.group.share(own, "exchange of times") for pair in json.loads(text)]
+        return tuple(StageTimes(*each) for _, each in sorted(times))
 
     def _steps(
         self, batches: Sequence[MicroBatch], first: FirstCut | None, updates: StageUpdates | None
@@ -127,62 +149,77 @@ class StagePlans:
         Raises:
             BudgetError: no cut keeps the budgets; on all ranks.
         """
-        cutter = Cutter(self.module, step, self.group, self.given, nbytes, updates)
+        cutter = Cutter(self.module, step, self.given, nbytes, updates)
         with self.group.reporting(PLANNING):
-            found = cutter.begins() if self.group.rank == 0 else ()
+            found = cutter.cut() if self.group.rank == 0 else ()
         self.group.check_agreement([f"{PLANNING}: none failed"])
         own = json.dumps([isinstance(found, tuple), found]).encode()
         fits, numbers = json.loads(self.group.share(own, "exchange of the cut")[0])
         if not fits:
             raise budgets_error(self.given.budgets, numbers)
-        cut = StageCut(step, tuple(numbers))
-        return FirstCut(cut, cut.owned(all_tensors(self.module)), cutter.parameters(cut, self.group.rank))
+        begins, delay = numbers
+        cut = StageCut(step, tuple(begins))
+        stages = range(self.group.rank, len(cut.begins), self.group.ranks)
+        parameters = {stage: cutter.parameters(cut, stage) for stage in stages}
+        return FirstCut(cut, cut.owned(all_tensors(self.module)), parameters, delay)
 
-    def _planner(self, cut: StageCut, first: FirstCut, nbytes: int) -> StagePlanner:
-        rank, order = self.group.rank, self._given.order(self.group.rank)
-        trace, known = cut.traces[rank], all_tensors(self.module)
-        unread = first.owned[rank] - cut.tensors(rank)
-        unchanged = set(first.cut.gradient_names(first.cut.traces[rank])) - set(cut.gradient_names(trace))
+    def _planner(self, cut: StageCut, first: FirstCut, stage: int, nbytes: int, checkpoint: str) -> StagePlanner:
+        schedule = self._schedule(self.given.chunks, first)
+        trace, known = cut.traces[stage], all_tensors(self.module)
+        unread = first.owned[stage] - cut.tensors(stage)
+        unchanged = set(first.cut.gradient_names(first.cut.traces[stage])) - set(cut.gradient_names(trace))
         kept = [known[name] for name in unread]
         gradients = [known[name] for name in unchanged]
-        parameters = replace(first.parameters, unread=resident_bytes(kept) + resident_bytes(gradients))
-        budget = StageBudget.of(self.given.budgets[rank], nbytes, trace, order, cut.sent_backward(rank), parameters)
-        return StagePlanner(cut, order, budget, device_of_model(self.module))
+        parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
+        sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
+        budget = StageBudget.of(self.given.stage_budgets[stage], *sizes)
+        return StagePlanner(cut, stage, schedule, budget, device_of_model(self.module), checkpoint)
 
-    def _planned(self, planners: Sequence[StagePlanner]) -> list[PlannedStage]:
+    def _planned(self, planners: Planners) -> dict[int, dict[Kind, PlannedStage]]:
         """Return the stages of this rank, once all ranks have theirs.
 
         Raises:
             BudgetError: the stage of some rank does not fit; on all ranks.
             AgreementError: another rank can't plan its stage.
         """
-        stages: list[PlannedStage] = []
-        failure, smallest, raised = "", 0, None
-        try:
-            stages = _planned_together(planners)
-            smallest = largest_peak(planners[0].order, tuple(stages))
-        except Exception as error:
-            failure, raised = f"{type(error).__name__}: {error}", error
-            smallest = getattr(error, "smallest", 0)
-        own = json.dumps([failure, smallest]).encode()
+        stages: dict[int, dict[Kind, PlannedStage]] = {}
+        smallest: dict[int, int] = {}
+        failure, raised = "", None
+        for stage, by_kind in planners.items():
+            try:
+                stages[stage] = _planned_together(by_kind)
+                smallest[stage] = _stage_peak(planners[stage], stages[stage])
+            except Exception as error:
+                failure, raised = f"{type(error).__name__}: {error}", error
+                smallest[stage] = getattr(error, "smallest", 0)
+                if not isinstance(error, BudgetError):
+                    break
+        own = json.dumps([failure, list(smallest.items())]).encode()
         each = [json.loads(text) for text in self.group.share(own, "exchange of plans")]
         failures = {rank: text for rank, (text, _) in enumerate(each) if text}
-        if stages and not failures:
+        if not failures:
             return stages
         if all(text.startswith("BudgetError") for text in failures.values()):
-            raise budgets_error(self.given.budgets, [nbytes for _, nbytes in each])
+            every = sorted(tuple(pair) for _, pairs in each for pair in pairs)
+            raise budgets_error(self.given.budgets, [nbytes for _, nbytes in every])
         raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
 
 
-def _planned_together(planners: Sequence[StagePlanner]) -> list[PlannedStage]:
+def _planned_together(planners: Mapping[Kind, StagePlanner]) -> dict[Kind, PlannedStage]:
     """Return stages whose forwards may be open at once.
 
     Raises:
         BudgetError: they don't fit together.
     """
-    stages = [planners[0].plan()]
-    stages += [planner.plan(stages[0]) for planner in planners[1:]]
-    peak, budget = largest_peak(planners[0].order, tuple(stages)), planners[0].bytes_of.budget
+    stages: dict[Kind, PlannedStage] = {}
+    for kind, planner in planners.items():
+        stages[kind] = planner.plan(next(iter(stages.values()), None))
+    peak, budget = _stage_peak(planners, stages), next(iter(planners.values())).bytes_of.budget
     if peak > budget:
-        raise BudgetError(f"micro-batches of {len(stages)} sizes need {peak} bytes together", budget, peak)
+        raise BudgetError(f"micro-batches of {len(stages)} kinds need {peak} bytes together", budget, peak)
     return stages
+
+
+def _stage_peak(planners: Mapping[Kind, StagePlanner], stages: Mapping[Kind, PlannedStage]) -> int:
+    planner = next(iter(planners.values()))
+    return largest_peak(planner.schedule.open_forwards(planner.number), list(stages.values()))

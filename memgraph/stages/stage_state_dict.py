@@ -45,7 +45,7 @@ def full_state_dict(module: nn.Module, group: StageGroup, owned: Sequence[frozen
     names = {id(tensor): name for name, tensor in all_tensors(module).items()}
     whole: dict[str, Any] = module.state_dict()
     for keys, value in _tensors(module):
-        owner = min(stage for stage, own in enumerate(owned) if names[id(value)] in own)
+        owner = min(stage for stage, own in enumerate(owned) if names[id(value)] in own) % group.ranks
         gathered = _gathered(group, keys[0], value.detach(), owner)
         whole |= dict.fromkeys(keys, gathered)
     return whole if group.rank == 0 else {}
@@ -77,4 +77,4 @@ def _gathered(group: StageGroup, key: str, value: Tensor, owner: int) -> Tensor:
     message = Message(key, torch.empty_like(value, device="cpu" if group.rank == 0 else "meta"), owner, 0)
     if owner and group.rank == owner:
         wait_for(group, send(group, [(message, value)]))
-    return receive(group, [message])[0] if owner and group.rank == 0 else value
+    return receive(group, [message]).wait()[key] if owner and group.rank == 0 else value

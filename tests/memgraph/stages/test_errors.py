@@ -45,7 +45,7 @@ def _failing(rank: int, bad: int, half: str) -> list[Any]:
     return [first, _error(lambda: pipe.step(**batch))]
 
 
-@pytest.mark.parametrize("bad, half", [(0, "forward"), (1, "backward"), (2, "forward")])
+@pytest.mark.parametrize("bad, half", [(0, "forward"), (1, "run_part"), (2, "forward")])
 def test_an_exception_on_one_rank_is_raised_on_all(bad: int, half: str) -> None:
     for (kind, text, notes, seconds), again in on_ranks(3, _failing, bad, half, meet=False):
         assert (kind, text, notes) == ("IndexError", "no such row", [f"raised in stage {bad}, on rank {bad}"])
@@ -58,7 +58,7 @@ def _dying(rank: int) -> Any:
     pipe = memgraph.pipeline(model, "1GB", 4)
     pipe.step(**batch)
     if rank == 1:
-        StepRun.backward = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
+        StepRun.run_part = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
     return _error(lambda: pipe.step(**batch))
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import memgraph
+from passes.stages.pipeline_schedule import SCHEDULES
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import in_turn, made
 
 CHUNKS = (1, 2, 3, 7)
-CASES = [(name, schedule) for name in ("gpt2", "batch norm") for schedule in ("gpipe", "1f1b")]
+CASES = [(name, schedule) for name in ("gpt2", "batch norm") for schedule in SCHEDULES]
 
 
 def _gradients(rank: int, name: str, schedule: str, chunks: int) -> tuple[list[str], list[str], float | None, float]:
