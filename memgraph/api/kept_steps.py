@@ -111,7 +111,7 @@ class KeptSteps:
             steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 (guard, _, outputs), dropped = steps.popitem(last=False)
-                if self.planner.keeps_captures:
+                if self.planner.keeps_captures and not dropped.report.all_outputs:
                     self.captures.add((guard, outputs), dropped.parts.captured)
             return step, floats
 
@@ -151,8 +151,12 @@ class KeptSteps:
         return self.sizes.capture_for((key[0], key[2]), [*kept, *self.captures.items()])
 
     def _kept_steps(self) -> list[tuple[Any, Step]]:
-        """Return the steps with what their captures depend on, the latest first."""
-        return [((guard, outputs), step) for (guard, _, outputs), step in reversed(self.steps.items())]
+        """Return the steps with what their captures depend on, the latest first.
+
+        A capture with a backward from scalars alone is of no use to other calls, for which all outputs may fit.
+        """
+        steps = reversed(self.steps.items())
+        return [((guard, outputs), step) for (guard, _, outputs), step in steps if not step.report.all_outputs]
 
     def _is_general(self, key: Key, capture: FloatCapture | SizeCapture, step: Step) -> bool:
         if isinstance(capture, SizeCapture):

@@ -101,7 +101,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     state = _read(path)
     _refuse_other_formats(path, state)
     _refuse_other_models(path, model.state_dict(), state["model"])
-    if (optimizer is None) != (state["optimizer"] is None):
+    if (optimizer is None) != (state.get("optimizer") is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
     _refuse_other_classes(path, state.get("optimizer_class"), optimizer)
@@ -356,7 +356,8 @@ def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return "no tensor"
     layout = "" if value.layout == torch.strided else f" {value.layout}"
-    return f"{value.dtype} {tuple(value.shape)}{layout}"
+    where = " on the meta device" if value.is_meta else ""
+    return f"{value.dtype} {tuple(value.shape)}{layout}{where}"
 
 
 def _check_types(path: object, model: object, optimizer: object) -> None:

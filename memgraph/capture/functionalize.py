@@ -30,6 +30,7 @@ from ..tensors.traced_size import with_sizes
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
+from .fake_tensors import without_autocast
 from .floats.float_inputs import with_stand_ins
 from .inplace import replace_inplace
 from .joint.joint_graph import JointGraph
@@ -60,8 +61,9 @@ def _functional(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
         return FunctionalGraph(joint.graph, results, dict(zip(joint.assigned, assigned, strict=True)))
     refuse_changed_constants(joint.graph, module)
     replay = _Replay(joint)
-    with torch.no_grad():
-        graph = make_fx(replay)(*(node.meta["val"] for node in joint.graph.graph.find_nodes(op="placeholder")))
+    values = [node.meta["val"] for node in joint.graph.graph.find_nodes(op="placeholder")]
+    with torch.no_grad(), without_autocast(values):  # the graph has the casts already
+        graph = make_fx(replay)(*values)
     describe_constants(graph, joint.mode)
     _set_phases(graph, replay.forward)
     results, rest = _split_results(graph, len(joint.outputs))

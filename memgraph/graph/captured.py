@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
 from .counters import Counter
@@ -127,13 +128,15 @@ class View:
     @classmethod
     def of(cls, tensor: Tensor, source: Tensor) -> View | None:
         """Return the layout of a tensor in another one; None if it is no view of it, or if autograd computes it."""
-        is_differentiable = tensor.requires_grad and torch.is_grad_enabled()
-        if is_differentiable or tensor.layout != torch.strided or tensor.dtype != source.dtype:
+        if is_differentiable(tensor) and torch.is_grad_enabled():
+            return None
+        if tensor.layout != torch.strided or tensor.dtype != source.dtype:
             return None
         if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset() - source.storage_offset())
-        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor._base is not source)
+        is_detached = tensor._base is not source or is_cut_off(tensor)
+        return cls(tuple(tensor.shape), tensor.stride(), offset, is_detached)
 
     def on(self, source: Tensor) -> Tensor:
         """Return this view of a real tensor."""

@@ -21,14 +21,19 @@ NODES = 10_000  # of all graphs that are kept
 
 @dataclass(frozen=True, eq=False)
 class EarlierCapture:
-    """A capture of the same call, and a plan that fits when it adds to gradients."""
+    """A capture of the same call, and a plan that fits when it adds to gradients.
+
+    Attributes:
+        all_outputs: bytes that backward from all outputs needs, if they are too many and it starts from scalars alone.
+    """
 
     captured: Captured
     accumulated_plan: Plan | None = None
+    all_outputs: int = 0
 
     @classmethod
     def of(cls, step: Step) -> EarlierCapture:
-        return cls(step.parts.captured, step.parts.accumulated_plan)
+        return cls(step.parts.captured, step.parts.accumulated_plan, step.report.all_outputs)
 
 
 @dataclass(frozen=True, eq=False)

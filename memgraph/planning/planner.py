@@ -95,7 +95,7 @@ class Planner:
         with planning(self.target.device), Progress() as progress:
             planned = self._planned(call, progress, earlier)
             if isinstance(planned, Step):
-                return planned
+                return planned.without_other_outputs(earlier.all_outputs) if earlier is not None else planned
             gc.collect()  # the graph for all outputs is part of cycles, and may hold constants
             step = self._planned(planned.call, progress)
             assert isinstance(step, Step)  # there are no fewer outputs than scalars

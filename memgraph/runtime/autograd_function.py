@@ -72,10 +72,13 @@ class StepFunction(torch.autograd.Function):
         except BaseException:
             this.finish(run)
             raise
+        differentiable = parts.captured.differentiable
+        # A view of an output that is differentiable would get that one's autograd node.
+        outputs = [x.detach() if i not in differentiable and x._is_view() else x for i, x in enumerate(outputs)]
         if releases_outputs(this.report) or run.meter is not None:
             run.borrowed = BorrowedOutputs(outputs)
         note_concurrent_run(run, frozenset(id(tensors[i]) for i in parts.roles.owners))
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in parts.captured.differentiable))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in differentiable))
         return tuple(outputs)
 
     @staticmethod

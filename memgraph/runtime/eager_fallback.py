@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.reentrant_forward import overwritten_buffers
+from ..capture.reentrant_forward import can_run_again, overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
+from ..errors import MemgraphError
 from ..graph.captured import Captured, Ref
 from ..graph.host_draws import draws_on_host
 from ..guards.attribute_snapshot import AttributeSnapshot
@@ -38,6 +39,11 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not can_run_again(captured):
+            raise MemgraphError(
+                "a loss was made of outputs without a planned backward, and forward, which changes tensors that it "
+                "reads, can't run again for their gradients: give loss=, which makes the loss part of the step"
+            )
         refuse_modified(versions)
         with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), restoring_python_random(), _casting(casts):
             torch.set_rng_state(generator.get_state())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...graph.captured import Input, Ref, View
 from ...graph.tensor_numbers import TensorNumbers, as_tensor
+from ...tensors.differentiable import is_differentiable
 from ...tensors.traced_number import is_traced
 
 
@@ -66,4 +67,9 @@ def _input_ref(
 
 def _differentiated(leaves: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that autograd has to differentiate."""
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()]
+    return [each for each in leaves if isinstance(each, Tensor) and is_differentiable(each) and torch.is_grad_enabled()]
+
+
+def differentiable(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the outputs that autograd differentiates, by their places."""
+    return {i: output for i, output in enumerate(outputs) if is_differentiable(output)}

@@ -38,7 +38,7 @@ from .gradients import (
 )
 from .joint_graph import JointGraph
 from .leaf_inputs import InputGradEdges
-from .results import references
+from .results import differentiable, references
 
 
 class TracedStep:
@@ -135,7 +135,7 @@ class TracedStep:
 
     def _backward(self, values: Sequence[Tensor], outputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
         """Return the gradients of all inputs that require one, for tangents that become further placeholders."""
-        candidates = {i: output for i, output in enumerate(outputs) if output.requires_grad}
+        candidates = differentiable(outputs)
         self.differentiable = tuple(candidates)
         nodes = reachable_nodes(output.grad_fn for output in candidates.values())
         self.has_custom_functions = has_custom_functions(nodes)

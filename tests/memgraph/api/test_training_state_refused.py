@@ -61,6 +61,14 @@ def lost(state: Any) -> None:
     del state["optimizer"]["state"][0]["exp_avg_sq"]
 
 
+def unknown(state: Any) -> None:
+    del state["optimizer"]
+
+
+def empty(state: Any) -> None:
+    state["model"]["2.bias"] = state["model"]["2.bias"].to("meta")
+
+
 def strange(state: Any) -> None:
     state["optimizer"]["state"][9] = {}
 
@@ -78,6 +86,8 @@ CHANGES = {
     "betas": (option("betas", (0.9,)), "'betas' of its group 0 is tuple"),
     "random": (top("random", torch.zeros(7, dtype=torch.uint8)), "random generators of another torch"),
     "random values": (top("random", torch.full((5056,), 255, dtype=torch.uint8)), "random generators of another torch"),
+    "unknown": (unknown, "has no optimizer's state, and one was given"),
+    "empty": (empty, r"'2.bias' is torch.float32 \(2,\) on the meta device in the file"),
     "random kind": (top("random", "dice"), "no training state"),
 }
 

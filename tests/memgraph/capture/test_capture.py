@@ -77,6 +77,25 @@ def test_backward_is_outside_of_autocast() -> None:
     agrees(Plain(precise), X, context=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
+class Counting(nn.Module):
+    """Changes a buffer, so that the step is traced twice, beside an attention that autocast runs in parts."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_the_second_trace_casts_nothing_again() -> None:
+    agrees(Counting(), torch.randn(4, 20, 16), context=lambda: torch.autocast("cpu", torch.bfloat16))
+
+
 class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()

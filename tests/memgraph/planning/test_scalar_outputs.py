@@ -62,3 +62,36 @@ def test_a_saved_plan_for_the_loss_is_used_again() -> None:
     model = memgraph.compile(queue(), budget, plan=saved, accumulate=False)
     model(X, TARGETS)[0].backward()
     assert model.plan.measured is not None and model.plan.measured <= budget < model.plan.all_outputs
+
+
+class Scaled(torch.nn.Module):
+    """Returns its loss and a value that depends on a tensor which forward then changes."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        scale = torch.zeros(64)
+        if trained:
+            self.scale = torch.nn.Parameter(scale)
+        else:
+            self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x) * (self.scale.detach() + 1)
+        with torch.no_grad():
+            self.scale.add_(1)
+        return y.pow(2).mean(), y
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("accumulate", [None, False, True])
+def test_it_is_refused_in_later_steps_that_add_to_gradients(trained: bool, accumulate: bool | None) -> None:
+    x = torch.randn(2048, 64, requires_grad=True)
+    peak = memgraph.plan(Scaled(trained), x).peak
+    model = memgraph.compile(Scaled(trained), int(0.95 * peak), accumulate=accumulate)
+    model(x)[0].backward()
+    before = [gradient.clone() for gradient in gradients(model)]
+    with pytest.raises(memgraph.BudgetError, match="outputs other than the scalar ones") as error:
+        model(x)[1].sum().backward()
+    assert error.value.smallest > error.value.budget
+    assert all(map(torch.equal, gradients(model), before))
