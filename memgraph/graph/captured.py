@@ -128,14 +128,15 @@ class View:
     @classmethod
     def of(cls, tensor: Tensor, source: Tensor) -> View | None:
         """Return the layout of a tensor in another one; None if it is no view of it, or if autograd computes it."""
-        if is_differentiable(tensor) and torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        if grad and is_differentiable(tensor):
             return None
         if tensor.layout != torch.strided or tensor.dtype != source.dtype:
             return None
         if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset() - source.storage_offset())
-        is_detached = tensor._base is not source or is_cut_off(tensor)
+        is_detached = tensor._base is not source or (grad and is_cut_off(tensor))
         return cls(tuple(tensor.shape), tensor.stride(), offset, is_detached)
 
     def on(self, source: Tensor) -> Tensor:
