@@ -21,6 +21,7 @@ from .stage_group import ADVICE, StageGroup
 from .stage_tensors import all_tensors
 
 SUBJECT = "the arguments of the pipeline"
+AUTO = "auto"
 CHECKPOINTS = ("auto", "always", "except_last", "never")
 Budget = str | int | float | None
 Budgets = Budget | list[Budget] | tuple[Budget, ...]
@@ -33,7 +34,7 @@ class PipelineArguments:
     Attributes:
         budgets: the bytes of each rank.
         balance: where each stage begins.
-        delay: of zero_bubble, as far as the budgets allow.
+        delay: of zero_bubble, at most.
     """
 
     budgets: tuple[int, ...]
@@ -43,6 +44,22 @@ class PipelineArguments:
     stages_per_rank: int = 1
     checkpoint: str = "auto"
     delay: int = 0
+
+    @property
+    def candidates(self) -> tuple[tuple[PipelineArguments, ...], ...]:
+        """Return the arguments for each schedule that may be chosen, those that need less memory later."""
+        if self.schedule == AUTO:
+            several = self.balance is None and len(self.budgets) > 1
+            names = ("1f1b", "zero_bubble", *(("interleaved",) if several else ()))
+            chosen = (self.choosing(name, default_stages_per_rank(name)) for name in names)
+            return tuple(chain for each in chosen for chain in each.candidates)
+        if self.schedule == "zero_bubble":
+            most = min(len(self.budgets), self.chunks) - 1
+            return (tuple(replace(self, delay=delay) for delay in range(most, -1, -1)),)
+        return ((self,),)
+
+    def choosing(self, schedule: str, stages_per_rank: int, delay: int = 0) -> PipelineArguments:
+        return replace(self, schedule=schedule, stages_per_rank=stages_per_rank, delay=delay)
 
     @property
     def stage_budgets(self) -> tuple[int, ...]:
@@ -91,7 +108,8 @@ class GivenArguments:
         for name, number in (("chunks", self.chunks), ("stages_per_rank", self.stages_per_rank)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r}; give an integer of at least 1")
-        for name, word, words in (("schedule", self.schedule, SCHEDULES), ("checkpoint", self.checkpoint, CHECKPOINTS)):
+        schedules = (*SCHEDULES, AUTO)
+        for name, word, words in (("schedule", self.schedule, schedules), ("checkpoint", self.checkpoint, CHECKPOINTS)):
             if word not in words:
                 raise ValueError(f"{name}={word!r}; give one of {', '.join(map(repr, words))}")
         if self.stages_per_rank > 1 and self.schedule != "interleaved":
@@ -120,10 +138,11 @@ class GivenArguments:
             )
         nbytes = tuple(budget_nbytes(each, device) for each in budgets)
         begins = None if self.balance is None else tuple(self.balance)
-        delay = min(group.ranks, self.chunks) - 1 if self.schedule == "zero_bubble" else 0
-        return PipelineArguments(
-            nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint, delay
-        )
+        return PipelineArguments(nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint)
+
+
+def default_stages_per_rank(schedule: str) -> int:
+    return 2 if schedule == "interleaved" else 1
 
 
 def _of_each(budget: Budgets, stages: int) -> list[Budget]:

@@ -6,7 +6,7 @@ step of one micro-batch, budgets    ->    where each stage begins
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from torch import nn
 
 import passes
-from passes.stages.cut import Cut, Stage, balanced_cut, best_cut
+from passes.stages.cut import Stage, balanced_cut, best_cut
 from passes.stages.pipeline_schedule import PipelineSchedule
 
 from ..profile.memory_meter import resident_bytes
@@ -37,49 +37,57 @@ class Cutter:
     batch_nbytes: int
     updates: StageUpdates
 
-    def cut(self) -> tuple[list[int], int] | list[int]:
-        """Return the place at which each stage begins, and the delay of weights; without a cut, the smallest budgets.
+    def cut(self) -> tuple[list[int], PipelineArguments | None]:
+        """Return the place at which each stage begins, and the schedule; or the smallest budgets, and None.
 
         Raises:
             ValueError: there are more stages than places to cut, or `balance` has other places.
         """
-        for delay in range(self.given.delay, 0, -1):
-            cutter = replace(self, given=replace(self.given, delay=delay))
+        candidates = self.given.candidates
+        fitting = [found for chain in candidates if (found := self._first_fit(chain)) is not None]
+        if not fitting:
+            return replace(self, given=candidates[0][-1])._smallest(), None
+        cutter, begins = fitting[0] if len(candidates) == 1 else min(fitting, key=lambda each: each[0]._us(each[1]))
+        return begins, cutter.given
+
+    def _first_fit(self, chain: Sequence[PipelineArguments]) -> tuple[Cutter, list[int]] | None:
+        for given in chain:
+            cutter = replace(self, given=given)
             if (begins := cutter._begins()) is not None:
-                return begins, delay
-        cutter = replace(self, given=replace(self.given, delay=0))
-        begins = cutter._begins()
-        return cutter._smallest() if begins is None else (begins, 0)
+                return cutter, begins
+        return None
 
     def _begins(self) -> list[int] | None:
         """Return the place at which each stage begins; None if no cut keeps the budgets."""
         costs, budgets = self.step.costs, self.given.stage_budgets
         if self.given.balance is not None:
-            cut = StageCut.of(self.step, balanced_cut(costs, self.given.balance, self._forwards))
-            fits = self.given.delay == 0 or all(self._fits(cut, stage) for stage in range(len(budgets)))
-            return list(cut.begins) if fits else None
+            return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
 
         @cache
         def us(stage: Stage) -> float:
-            times = self._planner(self._around(stage), stage.number).times()
-            return times.forward + times.backward + times.weights
+            return self._planner(self._around(stage), stage.number).times().busy
 
         with suppress(passes.BudgetError):
             return list(StageCut.of(self.step, best_cut(costs, budgets, self._forwards, us)).begins)
-        if all(map(math.isfinite, map(us, self._unlimited.stages))):
-            return list(StageCut.of(self.step, self._unlimited).begins)
-        return None
+        return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+
+    def _us(self, begins: Sequence[int]) -> float:
+        """Return the forecast time of a mini-batch; infinite if a stage has no plan."""
+        cut = StageCut(self.step, tuple(begins))
+        times = [self._planner(cut, stage).times() for stage in range(len(begins))]
+        return self._schedule.timeline(times).us if all(math.isfinite(each.forward) for each in times) else math.inf
 
     @cached_property
-    def _unlimited(self) -> Cut:
-        return best_cut(self.step.costs, [math.inf] * len(self.given.stage_budgets), self._forwards)
+    def _unlimited(self) -> StageCut:
+        """The cut that is wanted, or the best one without budgets."""
+        costs, count = self.step.costs, len(self.given.stage_budgets)
+        if self.given.balance is not None:
+            return StageCut.of(self.step, balanced_cut(costs, self.given.balance, self._forwards))
+        return StageCut.of(self.step, best_cut(costs, [math.inf] * count, self._forwards))
 
     @property
     def _forwards(self) -> list[int]:
         return [self._schedule.open_forwards(stage) for stage in range(len(self.given.stage_budgets))]
-
-    def _fits(self, cut: StageCut, stage: int) -> bool:
-        return math.isfinite(self._planner(cut, stage).times().forward)
 
     def parameters(self, cut: StageCut, stage: int) -> StageParameters:
         """Return the bytes that follow from the parameters of a stage, and of its optimizer."""
@@ -115,5 +123,5 @@ class Cutter:
         return StageCut(self.step, (*before, stage.begin, *rest))
 
     def _smallest(self) -> list[int]:
-        cut = StageCut.of(self.step, self._unlimited)
+        cut = self._unlimited
         return [self._planner(cut, k).smallest() for k in range(len(self.given.stage_budgets))]

@@ -19,7 +19,7 @@ from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
 from ..tensors.pytree import flatten
-from .arguments import Budgets, GivenArguments, PipelineArguments
+from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import MicroBatch, call_lines, chunked, mode_lines
 from .mini_batch_plan import MiniBatchPlan
 from .shared_parameters import SharedGradients, make_gradients
@@ -62,7 +62,8 @@ def pipeline(
         chunks: the most micro-batches of a mini-batch, which is divided as `torch.chunk` does.
         group: the ranks; None for the default group, or for this process alone if there is none.
         schedule: "1f1b"; "gpipe", which holds all micro-batches at once; "interleaved", with several stages on a rank;
-            or "zero_bubble", which computes the gradients of parameters where the rank would wait.
+            or "zero_bubble", which computes the gradients of parameters where the rank would wait. "auto" takes the
+            one with the least forecast time.
         loss: becomes part of the step: it is called with the model's result, and with `target=` if a step has one.
         balance: where each stage begins, as the number of an op, instead of the best cut.
         optimizer: makes an optimizer from a list of parameters, as `torch.optim.AdamW` or a `functools.partial` of it
@@ -77,7 +78,7 @@ def pipeline(
     """
     stages = StageGroup(group)
     if stages_per_rank is None:
-        stages_per_rank = 2 if schedule == "interleaved" else 1
+        stages_per_rank = default_stages_per_rank(schedule)
     given = GivenArguments(budget, chunks, schedule, balance, stages_per_rank, checkpoint).checked(stages, model)
     return Pipeline(model if loss is None else WithLoss(model, loss), stages, given, optimizer)
 

@@ -31,12 +31,14 @@ class StagePlan:
         peak: forecast bytes of the rank for this stage.
         first_read: the op before which backward waits for its gradients; None if they are there.
         first_weight: the op at which the gradients of parameters begin, if they have an action of their own.
+        sent_us: until what forward sends has come, and what backward sends.
     """
 
     choice: PlanResult
     peak: int
     first_read: str | None
     first_weight: str | None
+    sent_us: tuple[float, float]
 
     @property
     def open_nbytes(self) -> int:
@@ -58,7 +60,7 @@ class StagePlan:
         forward, recompute, backward, weights = us
         if self.first_read is None:
             recompute, backward = 0.0, recompute + backward
-        return StageTimes(forward, recompute + backward, weights, recompute)
+        return StageTimes(forward, recompute + backward, weights, recompute, *self.sent_us)
 
 
 @dataclass(frozen=True, eq=False)

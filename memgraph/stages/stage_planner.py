@@ -155,7 +155,17 @@ class StagePlanner:
         is_last = self.number == self.schedule.stages - 1
         peak = max(choice.forecast.peak + fixed + needed, self.bytes_of.update)
         read = None if is_last else first_gradient_read(planned)
-        return StagePlan(choice, peak, read, None if first is None else planned.ops[first].name), needed
+        weight = None if first is None else planned.ops[first].name
+        return StagePlan(choice, peak, read, weight, self._sent_us), needed
+
+    @property
+    def _sent_us(self) -> tuple[float, float]:
+        """Return how long the messages of a forward take, and those of a backward."""
+        us, ranks = [0.0, 0.0], self.schedule.ranks
+        for each in self.cut.messages:
+            if each.sender == self.number and each.receiver % ranks != each.sender % ranks:
+                us[each.receiver < each.sender] += self.cut.step.network.us(each.nbytes)
+        return us[0], us[1]
 
     def _too_small(self, least: int) -> BudgetError:
         stage, allowed = f"stage {self.number} of {self.schedule.stages}", self.bytes_of.budget

@@ -25,6 +25,7 @@ from .arguments import PipelineArguments, device_of_model
 from .chunks import MicroBatch, batch_nbytes, chunked
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
+from .network import measure_network
 from .planned_stage import PlannedStage
 from .stage_budget import StageBudget, StageParameters, budgets_error
 from .stage_cut import StageCut
@@ -46,13 +47,13 @@ class FirstCut:
     Attributes:
         owned: names of the parameters and buffers of each stage.
         parameters: bytes that follow from those of each stage of this rank.
-        delay: of zero_bubble.
+        given: the arguments, with the schedule that was chosen.
     """
 
     cut: StageCut
     owned: tuple[frozenset[str], ...]
     parameters: Mapping[int, StageParameters]
-    delay: int
+    given: PipelineArguments
 
     def kept(self, rank: int, ranks: int) -> frozenset[str]:
         """Return the names of the parameters and buffers of a rank."""
@@ -121,8 +122,8 @@ class StagePlans:
         return first, MiniBatchPlan(schedule, stages, owners, peak, self._times(stages))
 
     def _schedule(self, chunks: int, first: FirstCut) -> PipelineSchedule:
-        name = self.given.schedule if torch.is_grad_enabled() else NO_GRADIENTS
-        return replace(self.given, schedule=name, delay=first.delay).order(chunks)
+        given = first.given
+        return (given if torch.is_grad_enabled() else replace(given, schedule=NO_GRADIENTS)).order(chunks)
 
     def _times(self, stages: Mapping[int, Sequence[PlannedStage]]) -> tuple[StageTimes, ...]:
         """Return the times of all stages."""
@@ -141,7 +142,8 @@ class StagePlans:
         self.group.check_agreement([f"{PLANNING}: none failed", *lines])
         own = json.dumps([[op.us for op in step.trace.ops] for step in steps]).encode()
         times = json.loads(self.group.share(own, "exchange of times")[0])
-        return [step.with_times(us) for step, us in zip(steps, times, strict=True)]
+        network = measure_network(self.group) if first is None else first.cut.step.network
+        return [step.with_times(us, network) for step, us in zip(steps, times, strict=True)]
 
     def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates) -> FirstCut:
         """Return the best cut.
@@ -151,17 +153,16 @@ class StagePlans:
         """
         cutter = Cutter(self.module, step, self.given, nbytes, updates)
         with self.group.reporting(PLANNING):
-            found = cutter.cut() if self.group.rank == 0 else ()
+            numbers, given = cutter.cut() if self.group.rank == 0 else ([], None)
         self.group.check_agreement([f"{PLANNING}: none failed"])
-        own = json.dumps([isinstance(found, tuple), found]).encode()
-        fits, numbers = json.loads(self.group.share(own, "exchange of the cut")[0])
-        if not fits:
+        own = json.dumps([numbers, given and (given.schedule, given.stages_per_rank, given.delay)]).encode()
+        numbers, chosen = json.loads(self.group.share(own, "exchange of the cut")[0])
+        if chosen is None:
             raise budgets_error(self.given.budgets, numbers)
-        begins, delay = numbers
-        cut = StageCut(step, tuple(begins))
+        cut, given = StageCut(step, tuple(numbers)), self.given.choosing(*chosen)
         stages = range(self.group.rank, len(cut.begins), self.group.ranks)
         parameters = {stage: cutter.parameters(cut, stage) for stage in stages}
-        return FirstCut(cut, cut.owned(all_tensors(self.module)), parameters, delay)
+        return FirstCut(cut, cut.owned(all_tensors(self.module)), parameters, given)
 
     def _planner(self, cut: StageCut, first: FirstCut, stage: int, nbytes: int, checkpoint: str) -> StagePlanner:
         schedule = self._schedule(self.given.chunks, first)
@@ -172,7 +173,7 @@ class StagePlans:
         gradients = [known[name] for name in unchanged]
         parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
         sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
-        budget = StageBudget.of(self.given.stage_budgets[stage], *sizes)
+        budget = StageBudget.of(first.given.stage_budgets[stage], *sizes)
         return StagePlanner(cut, stage, schedule, budget, device_of_model(self.module), checkpoint)
 
     def _planned(self, planners: Planners) -> dict[int, dict[Kind, PlannedStage]]:

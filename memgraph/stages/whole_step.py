@@ -6,14 +6,14 @@ model(x, labels=y)   ->   Captured, and the costs of each stage that it can be c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from passes import Trace
+from passes import Network, Trace
 from passes.ir.liveness import RELEASED
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.places import Places
@@ -45,12 +45,14 @@ class WholeStep:
     Attributes:
         loss: the name of the value from which backward starts.
         loss_output: its place among the outputs of the model.
+        network: between the ranks.
     """
 
     captured: Captured
     trace: Trace
     loss: str
     loss_output: int
+    network: Network = field(default_factory=Network)
 
     @cached_property
     def costs(self) -> IntervalCosts:
@@ -75,10 +77,10 @@ class WholeStep:
         inputs = zip(placeholders, self.captured.inputs, strict=True)
         return {node.name: role.name for node, role in inputs if role.kind in ("parameter", "buffer")}
 
-    def with_times(self, us: Sequence[float]) -> WholeStep:
+    def with_times(self, us: Sequence[float], network: Network) -> WholeStep:
         """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
         ops = (replace(op, us=time) for op, time in zip(self.trace.ops, us, strict=True))
-        return replace(self, trace=replace(self.trace, ops=tuple(ops)))
+        return replace(self, trace=replace(self.trace, ops=tuple(ops)), network=network)
 
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""

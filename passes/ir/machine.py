@@ -84,6 +84,10 @@ class Network:
     latency_us: float = 0.0
     interference: float = 0.0
 
+    def us(self, nbytes: int) -> float:
+        """Return the microseconds of a collective, or of a message."""
+        return self.latency_us + nbytes / self.rate if self.rate else 0.0
+
     @property
     def overlaps_comm(self) -> bool:
         """Return True if a collective beside compute costs less than waiting for it."""

@@ -23,12 +23,20 @@ class StageTimes(NamedTuple):
     Attributes:
         forward, backward, weights: of each kind of action.
         recompute: the part of backward that runs before a gradient is read.
+        sent_forward, sent_backward: until what it sends to the next stage, or to the one before, has come.
     """
 
     forward: float
     backward: float
     weights: float = 0.0
     recompute: float = 0.0
+    sent_forward: float = 0.0
+    sent_backward: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Return how long the rank computes."""
+        return self.forward + self.backward + self.weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +104,10 @@ def simulate(actions: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
             now = begin + took
             busy[rank] += took
             if kind != "weights":
-                (forward if kind == "forward" else backward)[stage][chunk] = now
+                if kind == "forward":
+                    forward[stage][chunk] = now + time.sent_forward
+                else:
+                    backward[stage][chunk] = now + time.sent_backward
                 if (other := waiting.pop((stage, chunk, kind == "forward"), None)) is not None:
                     ready.append(other)
         free[rank] = now

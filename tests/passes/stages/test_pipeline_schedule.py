@@ -128,3 +128,9 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     second = [Action(FORWARD, 1, 0), Action(BACKWARD, 1, 0)]
     with pytest.raises(ValueError, match="wait for each other"):
         simulate([first, second], [StageTimes(1.0, 1.0)] * 2)
+
+
+def test_what_is_sent_comes_later() -> None:
+    schedule = PipelineSchedule("1f1b", 2, 1)
+    times = [StageTimes(1.0, 2.0, sent_forward=0.5), StageTimes(1.0, 2.0, sent_backward=0.25)]
+    assert schedule.timeline(times).us == 6.75
