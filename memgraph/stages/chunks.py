@@ -40,19 +40,35 @@ def chunked(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     All but the last have the same number of rows, and there are as many as `torch.chunk` makes.
 
     Raises:
-        ValueError: no tensor has rows.
+        ValueError: no tensor has rows, or one is the result of an op that autograd has to differentiate.
     """
     leaves, spec = flatten((args, kwargs))
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        raise ValueError(
+            "a tensor of the mini-batch is the result of an op that has to be differentiated; give x.detach(), with "
+            "requires_grad_() for its gradient, and go on backward from its .grad"
+        )
     if rows == 0:
         raise ValueError(f"a mini-batch without rows can't be divided into chunks={chunks} micro-batches")
     sizes = [len(part) for part in torch.empty(rows, 0, device="meta").chunk(chunks)]
-    divided = [
-        leaf.chunk(chunks) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    parts = {
+        key: _parts(leaf, chunks) if leaf.dim() and leaf.shape[0] == rows else [leaf] * len(sizes)
+        for key, leaf in tensors.items()
+    }
+    divided = [parts[id(leaf)] if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
     calls = [unflatten(list(each), spec) for each in zip(*divided, strict=True)]
     return [MicroBatch(args, kwargs, size / rows) for (args, kwargs), size in zip(calls, sizes, strict=True)]
+
+
+def _parts(leaf: Tensor, chunks: int) -> list[Tensor]:
+    """Return a tensor in parts. Their gradients are those parts of its gradient."""
+    parts = [part.requires_grad_(leaf.requires_grad) for part in leaf.detach().chunk(chunks)]
+    if leaf.grad is not None:
+        for part, gradient in zip(parts, leaf.grad.chunk(chunks), strict=True):
+            part.grad = gradient
+    return parts
 
 
 def call_lines(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -61,7 +77,7 @@ def call_lines(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str]
     kind, values = [f"the structure of the call: {spec.tree}"], []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            kind.append(f"tensor {place} of the batch: {leaf.dtype}{list(leaf.shape)}")
+            kind.append(f"tensor {place} of the batch: {leaf.dtype}{list(leaf.shape)}, gradient: {leaf.requires_grad}")
             values.append(f"the values of tensor {place} of the batch: checksum {checksum(leaf):08x}")
         else:
             kind.append(f"argument {place}: {leaf!r}")
@@ -78,6 +94,8 @@ def mode_lines(module: torch.nn.Module) -> Iterator[str]:
 
 
 def batch_nbytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of a call's tensors."""
+    """Return the bytes of a call's tensors, and of their gradients."""
     leaves, _ = flatten((args, kwargs))
-    return sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    gradients = sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
+    return gradients + sum(leaf.untyped_storage().nbytes() for leaf in tensors)

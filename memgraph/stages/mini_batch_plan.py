@@ -36,6 +36,19 @@ class MiniBatchPlan:
         """Return the parameters of this rank that get gradients."""
         return [name for name, stages in self.owners.items() if not self.stages.keys().isdisjoint(stages)]
 
+    @property
+    def arguments(self) -> list[list[str]]:
+        """Return the names of all inputs of the step, for each micro-batch."""
+        return [stage.arguments for stage in next(iter(self.stages.values()))]
+
+    @property
+    def input_gradients(self) -> list[list[str]]:
+        """Return the inputs whose gradients this rank makes, for each micro-batch."""
+        return [
+            [name for stage in each for _, name in stage.input_gradients]
+            for each in zip(*self.stages.values(), strict=True)
+        ]
+
 
 def largest_peak(forwards: int, stages: Sequence[PlannedStage]) -> int:
     """Return the bytes of a stage if so many forwards of any of these may be open at once."""

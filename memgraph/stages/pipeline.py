@@ -20,7 +20,7 @@ from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
-from .chunks import MicroBatch, call_lines, chunked, mode_lines
+from .chunks import call_lines, chunked, mode_lines
 from .mini_batch_plan import MiniBatchPlan
 from .shared_parameters import SharedGradients, make_gradients
 from .stage_group import StageGroup
@@ -245,15 +245,19 @@ class Pipeline:
         shared = SharedGradients(self.group, parameters, plan.owners)
         shared.begin()
         make_gradients(parameters, plan.gradients)
+        make_gradients(self._named(plan.arguments[0], args, kwargs), plan.input_gradients[0])
         batches = chunked(args, kwargs, self.given.chunks)
-        stages = next(iter(plan.stages.values()))
-        chunks = [self._named(stage.arguments, each) for stage, each in zip(stages, batches, strict=True)]
-        runs = StageRuns(self.group, plan, parameters, chunks, [each.share for each in batches])
+        pairs = zip(plan.arguments, batches, strict=True)
+        chunks = [self._named(names, batch.args, batch.kwargs) for names, batch in pairs]
+        gradients = [
+            {name: chunk[name].grad for name in names}
+            for chunk, names in zip(chunks, plan.input_gradients, strict=True)
+        ]
+        runs = StageRuns(self.group, plan, parameters, chunks, gradients, [each.share for each in batches])
         runs.run()
         shared.finish()
         self.timeline = runs.times
         return runs.loss
 
-    def _named(self, names: Sequence[str], batch: MicroBatch) -> Named:
-        tensors = operands(self.module, batch.args, batch.kwargs)
-        return dict(zip(names, (each.detach() for each in tensors), strict=False))
+    def _named(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
+        return dict(zip(names, operands(self.module, args, kwargs), strict=False))

@@ -69,6 +69,7 @@ class PlannedStage:
 
     Attributes:
         gradients: the parameters whose gradients backward adds to.
+        input_gradients: gradients that backward returns, each with the input that it is the gradient of.
         outputs, results: names of what forward and backward return.
     """
 
@@ -77,6 +78,7 @@ class PlannedStage:
     halves: Partition
     inputs: tuple[str, ...]
     gradients: tuple[str, ...]
+    input_gradients: tuple[tuple[str, str], ...]
     outputs: tuple[str, ...]
     results: tuple[str, ...]
     recompute: ModulePart | None
@@ -90,14 +92,17 @@ class PlannedStage:
         planned = rewrite(graph, plan.choice.forecast.trace)
         halves = partition(planned, cut.step.captured.graph)
         placeholders = planned.find_nodes(op="placeholder")
+        results = tuple(value for kind, value in trace.outputs if kind != "output")
+        known = cut.step.input_gradients
         return cls(
             cut=cut,
             plan=plan,
             halves=halves,
             inputs=tuple(node.name for node in placeholders if node.meta["kind"] not in INPUTS_OF_BACKWARD),
             gradients=tuple(cut.gradient_names(trace)),
+            input_gradients=tuple((name, known[name]) for name in results if name in known),
             outputs=tuple(value for kind, value in trace.outputs if kind == "output"),
-            results=tuple(value for kind, value in trace.outputs if kind != "output"),
+            results=results,
             **_parts(halves, plan),
         )
 

@@ -7,7 +7,7 @@ recompute, receive, backward, send        for when the receiver must have asked 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ class StageRuns:
 
     Attributes:
         chunks: the tensors of each micro-batch, parameters and buffers among them, by their names in the graph.
+        input_gradients: gradients of some of them, to add to.
         shares: of the rows that each micro-batch has.
         loss: the mean over the rows so far, on the rank that makes it.
         times: of the actions that have run.
@@ -64,6 +65,7 @@ class StageRuns:
     plan: MiniBatchPlan
     parameters: Named
     chunks: Sequence[Named]
+    input_gradients: Sequence[Mapping[str, Tensor | None]]
     shares: Sequence[float]
     loss: Tensor | None = None
     times: list[ActionTimes] = field(default_factory=list)
@@ -89,7 +91,7 @@ class StageRuns:
         values = self._receive(action, stage.inputs).wait()
         received = perf_counter()
         run = StepRun(stage.halves, None)
-        tensors = [values[name] if name in values else known[name] for name in stage.inputs]
+        tensors = [values[name] if name in values else known[name].detach() for name in stage.inputs]
         values.clear()
         outputs = dict(zip(stage.outputs, run.forward(tensors, len(stage.outputs)), strict=True))
         self._send(action, outputs)
@@ -118,6 +120,10 @@ class StageRuns:
             assert stage.backward is not None
             stage.backward.run(chunk.values, chunk.run.run_part)
             self._send(action, {name: chunk.values[name] for name in stage.results if name in chunk.values})
+            for name, argument in stage.input_gradients:
+                gradient = self.input_gradients[action.chunk][argument]
+                assert gradient is not None
+                gradient.add_(chunk.values[name])
             later = () if stage.weights is None else stage.weights.inputs
             chunk.values = {name: chunk.values[name] for name in later}
         self._end(action)

@@ -71,6 +71,15 @@ class WholeStep:
         return {part: name for name, value in gradients for part in self.costs.places.parts(value)}
 
     @cached_property
+    def input_gradients(self) -> dict[str, str]:
+        """Map each gradient of a tensor of the batch to the input that the tensor is."""
+        placeholders = self.captured.graph.graph.find_nodes(op="placeholder")
+        inputs = zip(placeholders, self.captured.inputs, strict=True)
+        names = {role.index: node.name for node, role in inputs if role.kind == "input"}
+        roles = zip(self.captured.outputs, returned_values(self.captured.graph.graph), strict=True)
+        return {node.name: names[role.index] for role, node in roles if role.kind == "input_gradient"}
+
+    @cached_property
     def tensors(self) -> dict[str, str]:
         """Map the inputs that are parameters or buffers to their names in the module."""
         placeholders = self.captured.graph.graph.find_nodes(op="placeholder")
@@ -113,7 +122,7 @@ def whole_step(
     profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
     apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
     trace = summarize(graph, profiler)
-    outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] == "gradient")
+    outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] in ("gradient", "watched"))
     return WholeStep(captured, replace(trace, outputs=outputs), loss, place)
 
 
@@ -123,9 +132,6 @@ def _refuse(captured: Captured) -> None:
         CaptureError: stages are not built for such a step.
     """
     reasons = {
-        "is called with a tensor that requires a gradient": [
-            role for role in captured.outputs if role.kind == "input_gradient"
-        ],
         "branches on the value of a tensor": captured.guards,
         "has submodules that can't be traced": captured.opaque,
         "writes into a tensor of the batch": captured.rewritten,
