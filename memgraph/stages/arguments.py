@@ -17,6 +17,7 @@ from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ..oss.comm.agreement import parameter_lines, report_errors
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
+from .deferred_batch_norm import refuse_others
 from .stage_group import ADVICE, StageGroup
 from .stage_tensors import all_tensors
 
@@ -81,6 +82,7 @@ class GivenArguments:
     balance: Sequence[int] | None
     stages_per_rank: int
     checkpoint: str
+    deferred_batch_norm: bool
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
         """Return the arguments, which are the same on all ranks.
@@ -123,6 +125,8 @@ class GivenArguments:
                 f"{meta} of {len(all_tensors(model))} parameters and buffers of the model are on the meta device, as "
                 "in a model that is in stages already; make a new one"
             )
+        if self.deferred_batch_norm:
+            refuse_others(model)
         device = device_of_model(model)
         if device.type != "cpu":
             raise ValueError(f"the model is on {device}, and pipelines are built for the CPU so far")

@@ -21,6 +21,7 @@ from ..guards.signature import signature
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, chunked, mode_lines
+from .deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .mini_batch_plan import MiniBatchPlan
 from .shared_parameters import SharedGradients, make_gradients
 from .stage_group import StageGroup
@@ -37,7 +38,7 @@ def pipeline(
     model: nn.Module, budget: Budgets = None, chunks: int = 8,
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
-    checkpoint: str = "auto", stages_per_rank: int | None = None,
+    checkpoint: str = "auto", stages_per_rank: int | None = None, deferred_batch_norm: bool = False,
 ) -> Pipeline:  # fmt: skip
     """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
@@ -71,6 +72,8 @@ def pipeline(
         checkpoint: "auto" recomputes what the budget asks for. "always" recomputes all of a stage, "except_last" all
             but for the last micro-batch, and "never" nothing.
         stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
+        deferred_batch_norm: update running statistics once a mini-batch, by the mean and variance of all its rows.
+            The model's BatchNorms get a subclass with further buffers, which are not in state dicts.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -79,7 +82,10 @@ def pipeline(
     stages = StageGroup(group)
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(schedule)
-    given = GivenArguments(budget, chunks, schedule, balance, stages_per_rank, checkpoint).checked(stages, model)
+    arguments = GivenArguments(budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm)
+    given = arguments.checked(stages, model)
+    if deferred_batch_norm:
+        defer_batch_norm(model)
     return Pipeline(model if loss is None else WithLoss(model, loss), stages, given, optimizer)
 
 
@@ -131,6 +137,7 @@ class Pipeline:
             MemgraphError: an earlier step has failed.
         """
         self.prepare(*args, **kwargs)
+        begin_mini_batch(self.module)
         if self._versions:
             warn_unwritten(self.module, self._kept, self._versions)
             self._versions = {}

@@ -1,0 +1,79 @@
+"""With deferred_batch_norm the running statistics are those of a BatchNorm that sees the whole mini-batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from tests.support.ranks import on_ranks
+
+
+class First(nn.Module):
+    """The first norm sees the input, so that its statistics do not depend on how others normalize."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm2d(4, momentum=momentum), nn.Conv2d(4, 4, 3)
+        self.second, self.free = nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, track_running_stats=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.layer(self.norm(x)).relu().mean((2, 3))
+        return F.cross_entropy(self.free(self.second(x)), y)
+
+
+def _batch(rows: int) -> dict[str, Tensor]:
+    return {"x": 3 + torch.randn(rows, 4, 6, 6), "y": torch.randint(0, 4, (rows,))}
+
+
+def _statistics(rank: int, momentum: float | None, is_meta: bool) -> list[tuple[str, bool]]:
+    """Return each statistic of this rank, and whether it is that of the plain model."""
+    torch.manual_seed(0)
+    model = First(momentum)
+    plain, keys = copy.deepcopy(model), list(model.state_dict())
+    if is_meta:
+        model = model.to("meta")
+    pipe = memgraph.pipeline(model, "1GB", 3, deferred_batch_norm=True)
+    batches = [_batch(rows) for rows in (12, 12, 8)]
+    pipe.prepare(**batches[0])
+    pipe.load_state_dict(plain.state_dict())
+    for batch in batches:
+        pipe.step(**batch)
+        with torch.no_grad():  # the norms as they see the whole mini-batch, normalized in parts
+            plain.norm(batch["x"])
+            parts = [_normalized(each, plain.norm) for each in batch["x"].chunk(3)]
+            plain.second(plain.layer(torch.cat(parts)).relu().mean((2, 3)))
+    assert list(model.state_dict()) == keys
+    known = dict(plain.named_buffers())
+    own = {key: value for key, value in model.named_buffers() if key in known and not value.is_meta}
+    model.eval()
+    pipe.step(**batches[0])  # reads them
+    return [(key, torch.allclose(value, known[key], rtol=1e-5)) for key, value in own.items()]
+
+
+def _normalized(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    return F.batch_norm(x, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
+
+
+@pytest.mark.parametrize("momentum, is_meta", [(0.1, False), (None, False), (0.1, True)])
+def test_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, is_meta: bool) -> None:
+    first, last = on_ranks(2, _statistics, momentum, is_meta)
+    found = dict((*first, *last))
+    names = [
+        f"{norm}.{key}" for norm in ("norm", "second") for key in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    assert found == dict.fromkeys(names, True)
+
+
+class Own(nn.BatchNorm2d):
+    """A BatchNorm of one's own."""
+
+
+@pytest.mark.parametrize("kind", [Own, nn.SyncBatchNorm])
+def test_other_classes_are_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=kind.__name__):
+        memgraph.pipeline(nn.Sequential(kind(4)), "1GB", deferred_batch_norm=True)
