@@ -18,12 +18,16 @@ from ..errors import MemgraphError
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
+from ..oss.clip_norm import NormLimit
+from ..oss.sharded_checkpoint import Target
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, chunked, mode_lines
+from .clip_norm import clip_stages
 from .deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .mini_batch_plan import MiniBatchPlan
 from .shared_parameters import SharedGradients, make_gradients
+from .stage_checkpoint import StageCheckpoint
 from .stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
 from .stage_runs import ActionTimes, Named, StageRuns
@@ -184,6 +188,44 @@ class Pipeline:
         """
         with self.group.ending_together():
             return full_state_dict(self._trained_module, self.group, self._cut.owned)
+
+    def save_sharded(self, folder: Target) -> None:
+        """Write parameters, buffers, the optimizer's states and random generators; each rank writes its own.
+
+        Raises:
+            StateError: it can't be written; says on which rank, and why. An old folder is as it was.
+            AgreementError: ranks give different folders.
+            CollectiveError: a rank is gone.
+        """
+        self._checkpoint.save(folder)
+
+    def load_sharded(self, folder: Target) -> None:
+        """Load what `save_sharded` wrote, with any number of stages. Call `prepare` or `step` before.
+
+        A rank that the saved training did not have keeps its random numbers.
+
+        Raises:
+            StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
+            AgreementError: ranks give different folders.
+            CollectiveError: a rank is gone.
+        """
+        self._checkpoint.load(folder)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all stages as `torch.nn.utils.clip_grad_norm_` does; return their norm, on all ranks.
+
+        Raises:
+            AgreementError: ranks give other arguments.
+            RuntimeError: the norm is not finite, with error_if_nonfinite=True.
+        """
+        limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
+        order = [name for name, _ in self.module.named_parameters()]
+        return clip_stages(self.group, dict(self.named_parameters()), order, limit)
+
+    @property
+    def _checkpoint(self) -> StageCheckpoint:
+        named = dict(self.named_parameters())
+        return StageCheckpoint(self.group, self._trained_module, named, self.optimizer)
 
     @property
     def _trained_module(self) -> nn.Module:

@@ -7,5 +7,6 @@ sharded_state     the state as DTensors, for torch.distributed.checkpoint
 reshard           convert between shards and DTensor rows
 state_outline     a state as text and tensors
 validate_state    check a state dict before anything is changed
+checkpoint_folder a folder of all ranks, which is replaced whole or not at all
 safe_reader       read a checkpoint folder without running its pickles; checksums of its parts
 """

@@ -17,7 +17,7 @@ import torch
 
 import memgraph
 from memgraph import StateError
-from memgraph.oss import sharded_checkpoint
+from memgraph.oss.checkpoint import checkpoint_folder
 from memgraph.oss.checkpoint.safe_reader import Reader
 from memgraph.oss.comm import watchdog
 from tests.memgraph.oss.checkpoint.test_full_state import refusal, same
@@ -130,7 +130,7 @@ def _without_exchange(rank: int, path: Path, moment: str, rate: float) -> None:
     module, ours = trained("Adam", 1)
     ours.param_groups[0]["lr"] = rate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "_exchange_names", lambda *_: False)
+        patch.setattr(checkpoint_folder, "_exchange_names", lambda *_: False)
         patch.setattr(os, "rename", rename)
         if moment == "after":
             patch.setattr(shutil, "rmtree", remove)

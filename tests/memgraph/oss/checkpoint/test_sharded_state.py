@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import memgraph
 from memgraph import StateError
-from memgraph.oss import sharded_checkpoint
+from memgraph.oss.checkpoint import checkpoint_folder
 from memgraph.oss.comm import watchdog
 from tests.memgraph.oss.checkpoint.test_full_state import refusal, same
 from tests.support.ranks import on_ranks
@@ -232,7 +232,7 @@ def _kill_in(where: str) -> None:
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(FileSystemWriter if hasattr(FileSystemWriter, where) else sharded_checkpoint, where, die)
+    setattr(FileSystemWriter if hasattr(FileSystemWriter, where) else checkpoint_folder, where, die)
 
 
 @pytest.mark.parametrize(
