@@ -30,6 +30,11 @@ OSS = (
     {"memgraph.oss.comm"},
     {"memgraph.oss.shards"},
 )
+STAGES = (
+    {"memgraph.stages"},
+    {"memgraph.stages.state"},
+    {"memgraph.stages.ranks"},
+)
 PASSES = (
     {"passes"},
     {"passes.search", "passes.deep", "passes.stages"},
@@ -63,7 +68,7 @@ def upward_imports() -> list[str]:
         for module, path in modules().items()
         if path.name != "__init__.py"
         for target in sorted(set(imports(module, path)))
-        for layers, depth in ((MEMGRAPH, 2), (OSS, 3), (PASSES, 2))
+        for layers, depth in ((MEMGRAPH, 2), (OSS, 3), (STAGES, 3), (PASSES, 2))
         if points_up(box(module, depth), box(target, depth), layers)
     ]
 

@@ -13,10 +13,7 @@ stage_planner.py: the plan of a stage within its bytes
 module_parts.py: a module in parts, with pauses in between
 planned_stage.py: a stage with its plan, ready to run
 stage_runs.py: forward and backward of the micro-batches of a mini-batch
-stage_tensors.py: the parameters and buffers of a rank
-stage_state_dict.py: state dicts of a model in stages
-stage_updates.py: the optimizer of each stage, and its bytes
-messages.py: values between stages
-shared_parameters.py: gradients of parameters that several stages read
-stage_group.py: the ranks of a pipeline, and the errors of one of them
+mini_batch.py: the run of one mini-batch
+state: what a rank keeps between steps
+ranks: the ranks, and what they send to each other
 """

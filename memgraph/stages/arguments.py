@@ -17,9 +17,9 @@ from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ..oss.comm.agreement import parameter_lines, report_errors
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
-from .deferred_batch_norm import refuse_others
-from .stage_group import ADVICE, StageGroup
-from .stage_tensors import all_tensors
+from .ranks.stage_group import ADVICE, StageGroup
+from .state.deferred_batch_norm import refuse_others
+from .state.stage_tensors import all_tensors
 
 SUBJECT = "the arguments of the pipeline"
 AUTO = "auto"

@@ -22,8 +22,8 @@ from .arguments import PipelineArguments, device_of_model
 from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
-from .stage_tensors import all_tensors
-from .stage_updates import StageUpdates
+from .state.stage_tensors import all_tensors
+from .state.stage_updates import StageUpdates
 from .whole_step import WholeStep
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from ..capture.capture import operands
 from ..errors import MemgraphError
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
@@ -23,17 +22,17 @@ from ..oss.sharded_checkpoint import Target
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, chunked, mode_lines
-from .clip_norm import clip_stages
-from .deferred_batch_norm import begin_mini_batch, defer_batch_norm
+from .mini_batch import run_mini_batch
 from .mini_batch_plan import MiniBatchPlan
-from .shared_parameters import SharedGradients, make_gradients
-from .stage_checkpoint import StageCheckpoint
-from .stage_group import StageGroup
+from .ranks.stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
-from .stage_runs import ActionTimes, Named, StageRuns
-from .stage_state_dict import full_state_dict, load_own, own_state_dict
-from .stage_tensors import give_memory, release_others, warn_unwritten
-from .stage_updates import MakeOptimizer, StageUpdates
+from .stage_runs import ActionTimes
+from .state.clip_norm import clip_stages
+from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
+from .state.stage_checkpoint import StageCheckpoint
+from .state.stage_state_dict import full_state_dict, load_own, own_state_dict
+from .state.stage_tensors import give_memory, release_others, warn_unwritten
+from .state.stage_updates import MakeOptimizer, StageUpdates
 
 KINDS = 16  # kinds of mini-batches whose plans are kept
 
@@ -147,10 +146,12 @@ class Pipeline:
             self._versions = {}
         try:
             with self.group.ending_together():
-                return self._run(self._latest, args, kwargs)
+                runs = run_mini_batch(self.group, self.module, self._latest, args, kwargs, self.given.chunks)
         except BaseException:
             self._failed = True
             raise
+        self.timeline = runs.times
+        return runs.loss
 
     __call__ = step
 
@@ -288,25 +289,3 @@ class Pipeline:
         release_others(self.module, self._kept)
         self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
-
-    def _run(self, plan: MiniBatchPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        parameters: Named = dict(self.module.named_parameters())
-        shared = SharedGradients(self.group, parameters, plan.owners)
-        shared.begin()
-        make_gradients(parameters, plan.gradients)
-        make_gradients(self._named(plan.arguments[0], args, kwargs), plan.input_gradients[0])
-        batches = chunked(args, kwargs, self.given.chunks)
-        pairs = zip(plan.arguments, batches, strict=True)
-        chunks = [self._named(names, batch.args, batch.kwargs) for names, batch in pairs]
-        gradients = [
-            {name: chunk[name].grad for name in names}
-            for chunk, names in zip(chunks, plan.input_gradients, strict=True)
-        ]
-        runs = StageRuns(self.group, plan, parameters, chunks, gradients, [each.share for each in batches])
-        runs.run()
-        shared.finish()
-        self.timeline = runs.times
-        return runs.loss
-
-    def _named(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
-        return dict(zip(names, operands(self.module, args, kwargs), strict=False))

@@ -12,7 +12,7 @@ from passes import Trace
 from passes.stages.pipeline_schedule import BACKWARD, FORWARD, NO_GRADIENTS, PipelineSchedule
 
 from ..errors import BudgetError
-from .messages import Message
+from .ranks.messages import Message
 
 MESSAGES = 4096  # bytes of losses and of small messages between ranks
 

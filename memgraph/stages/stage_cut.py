@@ -12,7 +12,7 @@ from functools import cached_property
 from passes import Trace
 from passes.stages.cut import Cut
 
-from .messages import Message
+from .ranks.messages import Message
 from .whole_step import WholeStep
 
 

@@ -25,14 +25,14 @@ from .arguments import PipelineArguments, device_of_model
 from .chunks import MicroBatch, batch_nbytes, chunked
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
-from .network import measure_network
 from .planned_stage import PlannedStage
+from .ranks.network import measure_network
+from .ranks.stage_group import StageGroup
 from .stage_budget import StageBudget, StageParameters, budgets_error
 from .stage_cut import StageCut
-from .stage_group import StageGroup
 from .stage_planner import StagePlanner, checkpoint_kinds
-from .stage_tensors import all_tensors
-from .stage_updates import StageUpdates
+from .state.stage_tensors import all_tensors
+from .state.stage_updates import StageUpdates
 from .whole_step import WholeStep, whole_step
 
 PLANNING = "the planning of the stages"

@@ -18,10 +18,10 @@ from torch import Tensor
 from passes.stages.pipeline_schedule import BACKWARD, FORWARD, NO_GRADIENTS, WEIGHTS, Action
 
 from ..runtime.step_run import StepRun
-from .messages import Message, Receipt, Work, receive, send, wait_for, with_layout
 from .mini_batch_plan import MiniBatchPlan
 from .planned_stage import PlannedStage
-from .stage_group import StageGroup
+from .ranks.messages import Message, Receipt, Work, receive, send, wait_for, with_layout
+from .ranks.stage_group import StageGroup
 
 Named = dict[str, Tensor]
 

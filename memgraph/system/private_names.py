@@ -135,6 +135,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "_post_accumulate_grad_hooks": "gradients of parameters with hooks go by way of autograd",
     },
     "torch.UntypedStorage": {"_cdata": "bytes are counted once for each storage, however many tensors share it"},
+    "torch.nn.BatchNorm1d": {"_check_input_dim": "a deferred BatchNorm takes what the plain one takes"},
     "torch.nn.Module": {
         "_apply": "`.to()` of a compiled module moves the module that it wraps",
         "_forward_pre_hooks": "hooks are part of what tells one call from another",

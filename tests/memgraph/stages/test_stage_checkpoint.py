@@ -41,7 +41,7 @@ def _bytes(pipe: Pipeline) -> dict[str, bytes]:
 
 
 def _saved(rank: int, name: str, folder: Path) -> dict[str, bytes]:
-    """Return the whole state after four steps, of which two are saved."""
+    """Save after two steps; return the whole state after four."""
     pipe, batch = _pipe(name)
     _train(pipe, batch, 1)
     pipe.save_sharded(folder)  # is replaced

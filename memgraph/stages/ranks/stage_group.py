@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError
-from ..oss.comm.agreement import check_agreement, report_errors
-from ..oss.comm.rank_group import all_texts
-from ..oss.comm.watchdog import CollectiveWatchdog
+from ...errors import CollectiveError
+from ...oss.comm.agreement import check_agreement, report_errors
+from ...oss.comm.rank_group import all_texts
+from ...oss.comm.watchdog import CollectiveWatchdog
 
 FIRST_ERROR = "memgraph/first error of a stage"
 ADVICE = "All ranks have to give the same model, arguments and batch."

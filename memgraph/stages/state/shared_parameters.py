@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .messages import Message, receive, send, wait_for
-from .stage_group import StageGroup
+from ..ranks.messages import Message, receive, send, wait_for
+from ..ranks.stage_group import StageGroup
 
 
 class SharedGradients:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..oss.clip_norm import NormLimit
-from .stage_group import StageGroup
+from ...oss.clip_norm import NormLimit
+from ..ranks.stage_group import StageGroup
 
 
 def clip_stages(group: StageGroup, own: Mapping[str, nn.Parameter], order: Iterable[str], limit: NormLimit) -> Tensor:

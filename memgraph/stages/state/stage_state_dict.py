@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError
-from .messages import Message, receive, send, wait_for
-from .stage_group import StageGroup
+from ...errors import StateError
+from ..ranks.messages import Message, receive, send, wait_for
+from ..ranks.stage_group import StageGroup
 from .stage_tensors import all_tensors
 
 

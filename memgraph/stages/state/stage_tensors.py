@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..system.user_warning import warn_user
+from ...system.user_warning import warn_user
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:

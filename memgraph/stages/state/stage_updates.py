@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn, optim
 
-from ..optim.optimizer_profiler import OptimizerProfiler, kinds_of
-from ..oss.comm.agreement import format_option
+from ...optim.optimizer_profiler import OptimizerProfiler, kinds_of
+from ...oss.comm.agreement import format_option
 
 MakeOptimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 

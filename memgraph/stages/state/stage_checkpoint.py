@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import StateError
-from ..optim.validate_state import class_name
-from ..oss.checkpoint.checkpoint_folder import CheckpointFolder
-from ..oss.sharded_checkpoint import CLASS, Target, put, random_state, refuse_other_model, set_random_state
-from .stage_group import StageGroup
+from ...errors import StateError
+from ...optim.validate_state import class_name
+from ...oss.checkpoint.checkpoint_folder import CheckpointFolder
+from ...oss.sharded_checkpoint import CLASS, Target, put, random_state, refuse_other_model, set_random_state
+from ..ranks.stage_group import StageGroup
 from .stage_state_dict import own_state_dict
 
 Named = Mapping[str, nn.Parameter]

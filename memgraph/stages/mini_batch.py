@@ -1,0 +1,45 @@
+"""The run of one mini-batch: its micro-batches, and the gradients that they are added to.
+
+x: 8 rows, 4 micro-batches    ->    forward and backward of 2 rows, four times; parameters and x have gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..capture.capture import operands
+from .chunks import chunked
+from .mini_batch_plan import MiniBatchPlan
+from .ranks.stage_group import StageGroup
+from .stage_runs import Named, StageRuns
+from .state.shared_parameters import SharedGradients, make_gradients
+
+
+def run_mini_batch(
+    group: StageGroup, module: nn.Module, plan: MiniBatchPlan, args: tuple[Any, ...], kwargs: dict[str, Any],
+    chunks: int,
+) -> StageRuns:  # fmt: skip
+    """Run a mini-batch in at most `chunks` micro-batches, and add to gradients."""
+    parameters: Named = dict(module.named_parameters())
+    shared = SharedGradients(group, parameters, plan.owners)
+    shared.begin()
+    make_gradients(parameters, plan.gradients)
+    make_gradients(_named(module, plan.arguments[0], args, kwargs), plan.input_gradients[0])
+    batches = chunked(args, kwargs, chunks)
+    pairs = zip(plan.arguments, batches, strict=True)
+    tensors = [_named(module, names, batch.args, batch.kwargs) for names, batch in pairs]
+    gradients = [
+        {name: each[name].grad for name in names} for each, names in zip(tensors, plan.input_gradients, strict=True)
+    ]
+    runs = StageRuns(group, plan, parameters, tensors, gradients, [each.share for each in batches])
+    runs.run()
+    shared.finish()
+    return runs
+
+
+def _named(module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
+    """Return the tensors that a call reads, by their names in its graph."""
+    return dict(zip(names, operands(module, args, kwargs), strict=False))

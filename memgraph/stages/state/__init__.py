@@ -1,0 +1,10 @@
+"""The parameters, gradients and states that a rank of a pipeline keeps between steps.
+
+stage_tensors.py: parameters and buffers
+shared_parameters.py: gradients of parameters that several stages read
+deferred_batch_norm.py: running statistics of whole mini-batches
+clip_norm.py: the norm of the gradients of all stages
+stage_updates.py: the optimizer of each stage, and its bytes
+stage_state_dict.py: state dicts of a model in stages
+stage_checkpoint.py: a training in a folder, for any number of stages
+"""
