@@ -7,6 +7,7 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .stage_runs import ActionTimes
 from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .state.stage_checkpoint import StageCheckpoint
-from .state.stage_state_dict import full_state_dict, load_own, own_state_dict
+from .state.stage_state_dict import full_state_dict, load_files, load_own, own_state_dict
 from .state.stage_tensors import give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates
 
@@ -180,6 +181,14 @@ class Pipeline:
             StateError: an entry is missing or has another shape; nothing was changed.
         """
         load_own(self._trained_module, state)
+
+    def load_safetensors(self, paths: Target | Sequence[Target]) -> None:
+        """Copy what this rank has out of a safetensors file of the whole model, or out of several.
+
+        Raises:
+            StateError: a file can't be read, or an entry is missing or has another shape; nothing was changed.
+        """
+        load_files(self._trained_module, [paths] if isinstance(paths, str | PathLike) else paths)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model on rank 0, and an empty one on others; all ranks call it.

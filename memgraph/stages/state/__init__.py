@@ -6,5 +6,6 @@ deferred_batch_norm.py: running statistics of whole mini-batches
 clip_norm.py: the norm of the gradients of all stages
 stage_updates.py: the optimizer of each stage, and its bytes
 stage_state_dict.py: state dicts of a model in stages
+safetensors_state.py: a state dict in safetensors files, read entry by entry
 stage_checkpoint.py: a training in a folder, for any number of stages
 """

@@ -7,6 +7,7 @@ all ranks: their entries                   ->  rank 0: the state dict of the who
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ...errors import StateError
 from ..ranks.messages import Message, receive, send, wait_for
 from ..ranks.stage_group import StageGroup
+from .safetensors_state import SafetensorsState
 from .stage_tensors import all_tensors
 
 
@@ -34,6 +36,16 @@ def load_own(module: nn.Module, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for own, value in copies:
             own.copy_(value)
+
+
+def load_files(module: nn.Module, paths: Sequence[str | PathLike[str]]) -> None:
+    """Copy this rank's entries out of safetensors files of the whole module.
+
+    Raises:
+        StateError: a file can't be read, or an entry is missing or has another shape; nothing was changed.
+    """
+    with SafetensorsState(paths) as state:
+        load_own(module, state)
 
 
 def full_state_dict(module: nn.Module, group: StageGroup, owned: Sequence[frozenset[str]]) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,6 +111,32 @@ def test_a_model_on_the_meta_device_is_loaded_in_parts() -> None:
     first, last = on_ranks(2, _loaded)
     assert (first[0] > 0, last[0] > 0) == (True, True)
     assert (first[1:], last[1:]) == ([[], []], [[], []])
+
+
+def _from_files(rank: int, name: str, folder: Path) -> list[str]:
+    """Return the entries of this rank that differ from those of the files, and what is wrong with other files."""
+    model, batch = made(name, 4)
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.device("meta"):
+        empty, _ = made(name, 4)
+    pipe = memgraph.pipeline(empty, "1GB", 2)
+    pipe.prepare(**batch)
+    first, second = folder / "1.safetensors", folder / "2.safetensors"
+    for paths, words in (([first], "has no"), ([first, first], "in a file before"), (folder / "3", "can't be read")):
+        with pytest.raises(StateError, match=words):
+            pipe.load_safetensors(paths)
+    pipe.load_safetensors([first, second])
+    return [key for key, value in pipe.state_dict().items() if not torch.equal(value, wanted[key])]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tied", "batch norm"])
+def test_each_rank_reads_its_part_of_safetensors_files(name: str, tmp_path: Path) -> None:
+    model, _ = made(name, 4)
+    known = {tensor.data_ptr(): key for key, tensor in reversed(model.state_dict().items()) if tensor.numel()}
+    keys = [key for key, tensor in model.state_dict().items() if known.get(tensor.data_ptr()) == key]
+    for i, part in enumerate((keys[::2], keys[1::2])):
+        save_file({key: model.state_dict()[key].contiguous() for key in part}, tmp_path / f"{i + 1}.safetensors")
+    assert on_ranks(2, _from_files, name, tmp_path) == [[]] * 2
 
 
 def _referred(rank: int) -> list[str]:
