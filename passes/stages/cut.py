@@ -79,10 +79,10 @@ def best_cut(
     if len(budgets) > len(costs.borders) - 1:
         raise ValueError(f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}")
     limits = zip(budgets, forwards, strict=True)
-    us = [_bounds(costs, budget, count, offloads) for budget, count in limits]
+    us = [stage_bounds(costs, budget, count, offloads) for budget, count in limits]
     best: Cut | None = None
     for _ in range(ROUNDS if plan is not None else 1):
-        bound, at = _search(us)
+        bound, at = search(us)
         if not np.isfinite(bound):
             break
         cut = Cut(
@@ -131,7 +131,7 @@ def _put_in(us: Sequence[Floats], at: Sequence[int], times: Sequence[float]) -> 
             us[k][: i + 1, j:] = np.inf
 
 
-def _bounds(costs: IntervalCosts, budget: float, forwards: int, offloads: bool) -> Floats:
+def stage_bounds(costs: IntervalCosts, budget: float, forwards: int, offloads: bool) -> Floats:
     """Return [i, j): a lower bound of the stage's time within a budget; infinite where nothing fits."""
     size = len(costs.borders)
     us = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], costs.us, np.inf)
@@ -155,7 +155,7 @@ def _recompute_us(costs: IntervalCosts, i: int, j: int, nbytes: float) -> float:
     return float(times[:last].sum() + times[last] * (nbytes - before) / max(sizes[last], 1.0))
 
 
-def _search(us: Sequence[Floats]) -> tuple[float, list[int]]:
+def search(us: Sequence[Floats]) -> tuple[float, list[int]]:
     """Return the time of the slowest stage and the borders of the best cut; of equal ones, that of the least sum."""
     slowest, total = np.full(len(us[0]), np.inf), np.full(len(us[0]), np.inf)
     slowest[0] = total[0] = 0.0
@@ -177,7 +177,7 @@ def _too_small(costs: IntervalCosts, budgets: Sequence[float]) -> BudgetError:
     size = len(costs.borders)
     valid = np.arange(size)[:, None] < np.arange(size)[None, :]
     lacks = [np.where(valid, np.maximum(costs.resident - budget, 0.0), np.inf) for budget in budgets]
-    _, at = _search(lacks)
+    _, at = search(lacks)
     k = max(range(len(budgets)), key=lambda k: lacks[k][at[k], at[k + 1]])
     least = int(costs.resident[at[k], at[k + 1]])
     return BudgetError(

@@ -39,10 +39,23 @@ class IntervalCosts:
     @cached_property
     def us(self) -> Floats:
         """Return [i, j): the time of forward and backward of one micro-batch."""
-        ops = self.places.trace.ops
+        return self.forward_us + self.backward_us
+
+    @cached_property
+    def forward_us(self) -> Floats:
+        """Return [i, j): the time of forward of one micro-batch."""
+        return self._us(range(self.places.trace.boundary))
+
+    @cached_property
+    def backward_us(self) -> Floats:
+        """Return [i, j): the time of backward of one micro-batch."""
+        return self._us(range(self.places.trace.boundary, len(self.places.trace.ops)))
+
+    def _us(self, ops: range) -> Floats:
         before = np.zeros(len(self.borders))
-        for op, cell in zip(ops, self._cell, strict=True):
-            before[cell + 1] += 0.0 if op.name in self.places.sums else op.us
+        for i in ops:
+            op = self.places.trace.ops[i]
+            before[self._cell[i] + 1] += 0.0 if op.name in self.places.sums else op.us
         before = np.cumsum(before)
         return before[None, :] - before[:, None]
 
