@@ -8,6 +8,7 @@ stage_cut.py: a step in stages, and what these send to each other
 cutter.py: the best cut
 stage_plans.py: the plans of a rank's stage, for each kind of mini-batch
 mini_batch_plan.py: the stages of a rank for the micro-batches of one mini-batch
+pipeline_report.py: the forecast of a mini-batch, as text
 stage_budget.py: what a rank holds besides its stage's step
 stage_planner.py: the plan of a stage within its bytes
 module_parts.py: a module in parts, with pauses in between

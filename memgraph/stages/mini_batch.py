@@ -5,12 +5,14 @@ x: 8 rows, 4 micro-batches    ->    forward and backward of 2 rows, four times; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..capture.capture import operands
+from ..profile.memory_meter import measure_peak, resident_bytes
+from ..tensors.pytree import flatten
 from .chunks import chunked
 from .mini_batch_plan import MiniBatchPlan
 from .ranks.stage_group import StageGroup
@@ -38,6 +40,20 @@ def run_mini_batch(
     runs.run()
     shared.finish()
     return runs
+
+
+def kept_tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors of a module and of a call, and their gradients."""
+    given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tensors = [*module.parameters(), *module.buffers(), *given]
+    return [*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None)]
+
+
+def measured(run: Callable[[], StageRuns], kept: Iterable[Any]) -> tuple[StageRuns, int | None]:
+    """Run a mini-batch; return also the most bytes that were allocated, `kept` included, or None within a profiler."""
+    before = resident_bytes(each for each in kept if isinstance(each, Tensor) and not each.is_meta)
+    runs, allocation = measure_peak(run)
+    return runs, None if allocation is None else before + allocation.peak
 
 
 def _named(module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:

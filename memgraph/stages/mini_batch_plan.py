@@ -12,6 +12,7 @@ from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.timeline import StageTimes
 
 from .planned_stage import PlannedStage
+from .stage_cut import StageCut
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class MiniBatchPlan:
     Attributes:
         stages: the stage for each micro-batch, by the numbers of the rank's stages.
         owners: the stages that have each parameter that gets a gradient.
-        peak: forecast bytes of the rank.
+        peak, peaks: forecast bytes of this rank, and of each.
         times: forecast times of each stage of all ranks, for its first micro-batch.
     """
 
@@ -29,7 +30,13 @@ class MiniBatchPlan:
     stages: Mapping[int, Sequence[PlannedStage]]
     owners: Mapping[str, tuple[int, ...]]
     peak: int
+    peaks: tuple[int, ...]
     times: tuple[StageTimes, ...]
+
+    @property
+    def cut(self) -> StageCut:
+        """Return the cut of the first micro-batch."""
+        return next(iter(self.stages.values()))[0].cut
 
     @property
     def gradients(self) -> list[str]:

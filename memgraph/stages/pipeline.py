@@ -7,8 +7,10 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,16 +20,16 @@ from ..errors import MemgraphError
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
-from ..oss.clip_norm import NormLimit
 from ..oss.sharded_checkpoint import Target
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, chunked, mode_lines
-from .mini_batch import run_mini_batch
+from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import MiniBatchPlan
+from .pipeline_report import PipelineReport
 from .ranks.stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
-from .stage_runs import ActionTimes
+from .stage_runs import ActionTimes, StageRuns
 from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .state.stage_checkpoint import StageCheckpoint
@@ -36,6 +38,7 @@ from .state.stage_tensors import give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates
 
 KINDS = 16  # kinds of mini-batches whose plans are kept
+MEASURED = 2  # runs of each plan
 
 
 def pipeline(
@@ -112,6 +115,7 @@ class Pipeline:
         self._plans: dict[Hashable, MiniBatchPlan] = {}  # by the key of a call, the latest last
         self._attributes = AttributeGuard(module)
         self._failed = False
+        self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
         self.timeline: list[ActionTimes] = []  # of the latest step on this rank
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +151,7 @@ class Pipeline:
             self._versions = {}
         try:
             with self.group.ending_together():
-                runs = run_mini_batch(self.group, self.module, self._latest, args, kwargs, self.given.chunks)
+                runs = self._run(args, kwargs)
         except BaseException:
             self._failed = True
             raise
@@ -160,6 +164,13 @@ class Pipeline:
     def peak(self) -> int:
         """The forecast bytes of this rank, for the latest mini-batch."""
         return self._latest.peak
+
+    @property
+    def report(self) -> PipelineReport:
+        """The plan for the latest mini-batch, with its forecast for all ranks; `print` it."""
+        plan, budgets = self._latest, self.given.budgets
+        nbytes = max((each for each in self._measured.get(plan, ()) if each is not None), default=None)
+        return PipelineReport(plan.schedule, plan.cut, plan.times, budgets, plan.peaks, self.group.rank, nbytes)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that this rank's stage makes gradients of."""
@@ -228,9 +239,9 @@ class Pipeline:
             AgreementError: ranks give other arguments.
             RuntimeError: the norm is not finite, with error_if_nonfinite=True.
         """
-        limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
         order = [name for name, _ in self.module.named_parameters()]
-        return clip_stages(self.group, dict(self.named_parameters()), order, limit)
+        limit = max_norm, norm_type, error_if_nonfinite
+        return clip_stages(self.group, dict(self.named_parameters()), order, *limit)
 
     @property
     def _checkpoint(self) -> StageCheckpoint:
@@ -298,3 +309,17 @@ class Pipeline:
         release_others(self.module, self._kept)
         self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:
+        """Run a mini-batch. The first runs of each plan are measured, without and with states of the optimizer."""
+        plan = self._latest
+        run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.chunks)
+        earlier = self._measured.setdefault(plan, [])
+        if len(earlier) == MEASURED:
+            return run()
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        runs, nbytes = measured(
+            run, [*kept_tensors(self.module, args, kwargs), *(x for each in states for x in each.values())]
+        )
+        earlier.append(nbytes)
+        return runs

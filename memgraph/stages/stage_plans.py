@@ -37,6 +37,7 @@ from .whole_step import WholeStep, whole_step
 
 PLANNING = "the planning of the stages"
 Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
+Forecasts = tuple[tuple[int, ...], tuple[StageTimes, ...]]
 Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
 
 
@@ -119,17 +120,19 @@ class StagePlans:
         trained = {name for cut in cuts.values() for name in cut.owners}
         owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
         peak = sum(_stage_peak(planners[stage], by_kind) for stage, by_kind in planned.items())
-        return first, MiniBatchPlan(schedule, stages, owners, peak, self._times(stages))
+        return first, MiniBatchPlan(schedule, stages, owners, peak, *self._of_all(stages, peak))
 
     def _schedule(self, chunks: int, first: FirstCut) -> PipelineSchedule:
         given = first.given
         return (given if torch.is_grad_enabled() else replace(given, schedule=NO_GRADIENTS)).order(chunks)
 
-    def _times(self, stages: Mapping[int, Sequence[PlannedStage]]) -> tuple[StageTimes, ...]:
-        """Return the times of all stages."""
-        own = json.dumps([(stage, each[0].plan.times) for stage, each in stages.items()]).encode()
-        times = [pair for text in self.group.share(own, "exchange of times") for pair in json.loads(text)]
-        return tuple(StageTimes(*each) for _, each in sorted(times))
+    def _of_all(self, stages: Mapping[int, Sequence[PlannedStage]], peak: int) -> Forecasts:
+        """Return the peaks of all ranks, and the times of all stages."""
+        times = [(stage, each[0].plan.times) for stage, each in stages.items()]
+        texts = self.group.share(json.dumps([peak, times]).encode(), "exchange of forecasts")
+        every = [json.loads(text) for text in texts]
+        of_stages = sorted(pair for _, pairs in every for pair in pairs)
+        return tuple(peak for peak, _ in every), tuple(StageTimes(*each) for _, each in of_stages)
 
     def _steps(
         self, batches: Sequence[MicroBatch], first: FirstCut | None, updates: StageUpdates | None

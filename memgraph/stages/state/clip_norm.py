@@ -17,7 +17,10 @@ from ...oss.clip_norm import NormLimit
 from ..ranks.stage_group import StageGroup
 
 
-def clip_stages(group: StageGroup, own: Mapping[str, nn.Parameter], order: Iterable[str], limit: NormLimit) -> Tensor:
+def clip_stages(
+    group: StageGroup, own: Mapping[str, nn.Parameter], order: Iterable[str], max_norm: float, norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:  # fmt: skip
     """Scale the gradients of this rank's parameters; return the norm over all ranks.
 
     Args:
@@ -25,8 +28,9 @@ def clip_stages(group: StageGroup, own: Mapping[str, nn.Parameter], order: Itera
 
     Raises:
         AgreementError: ranks give other arguments.
-        RuntimeError: the norm is not finite, and the limit asks for an error.
+        RuntimeError: the norm is not finite, and that is an error.
     """
+    limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
     group.check_agreement([str(limit)])
     known = _norms_of_all(group, own, limit.norm_type)
     norms = [known[name] for name in order if name in known]
