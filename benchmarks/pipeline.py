@@ -26,14 +26,21 @@ from memgraph.graph.summarize import summarize
 from memgraph.profile.op_profiler import OpProfiler
 from memgraph.tensors.loss_outputs import select_losses
 from passes import BudgetError, Machine, Trace, make_plan
-from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
+from passes.concurrent_forwards import plan_forwards, unplanned_nbytes, with_plan
 from passes.stages.cut import Cut, Stage, best_cut
 from passes.stages.interval_costs import IntervalCosts
+from passes.stages.makespan import least_makespan
+from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.places import Places
+from passes.stages.preceding import first_gradient_read, recompute_early
 from passes.stages.stage_trace import stage_trace
+from passes.stages.timeline import StageTimes
 
 STAGES = (2, 3, 4, 8)
-COLUMNS = ("stages", "budget of each", "slowest ms", "slowest / mean", "over bound", "MB of each", "seconds")
+COLUMNS = (
+    "stages", "budget of each", "slowest ms", "slowest / mean", "over bound", "mini-batch ms", "over bound",
+    "MB of each", "seconds",
+)  # fmt: skip
 
 
 def main(length: int = 512, layers: int = 12, chunks: int = 8, share: float = 0.0) -> None:
@@ -45,7 +52,8 @@ def main(length: int = 512, layers: int = 12, chunks: int = 8, share: float = 0.
         forwards = [min(chunks, count - k) for k in range(count)]
         cut, seconds = timed(partial(best_cut, costs, [math.inf] * count, forwards))
         needs = [unplanned_nbytes(trace_of(costs, stage), Machine(1 << 60), stage.forwards) for stage in cut.stages]
-        table.add_row(str(count), "-", *figures(cut), megabytes(needs), f"{seconds:.2f}")
+        ends = mini_batch(costs, cut, [math.inf] * count, chunks, partial(unplanned_times, costs))
+        table.add_row(str(count), "-", *figures(cut), *ends, megabytes(needs), f"{seconds:.2f}")
         if not share:
             continue
         budget = int(share * max(needs))
@@ -55,14 +63,16 @@ def main(length: int = 512, layers: int = 12, chunks: int = 8, share: float = 0.
         except BudgetError as error:
             table.add_row(str(count), megabytes([budget]), str(error))
             continue
-        table.add_row(str(count), megabytes([budget]), *figures(tight), "", f"{seconds:.2f}")
+        ends = mini_batch(costs, tight, [budget] * count, chunks, partial(planned_times, costs, budget))
+        table.add_row(str(count), megabytes([budget]), *figures(tight), *ends, "", f"{seconds:.2f}")
     Console(width=140).print(table)
 
 
-def costs_of(layers: int, length: int) -> IntervalCosts:
+def costs_of(layers: int, length: int, **sizes: int) -> IntervalCosts:
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
-    ids = torch.randint(0, 50257, (1, length))
+    config = transformers.GPT2Config(n_layer=layers, **sizes)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(0, config.vocab_size, (1, length))
     captured = capture(model, (ids,), {"labels": ids}, wanted=select_losses)
     trace = summarize(captured.graph.graph, OpProfiler(1 << 60))
     return IntervalCosts(Places(trace, gradient_sums(captured)))
@@ -75,10 +85,39 @@ def trace_of(costs: IntervalCosts, stage: Stage) -> Trace:
 def planned_us(costs: IntervalCosts, budget: int, stage: Stage) -> float:
     """Return the time of a stage under its budget, without offloading; infinite if no plan fits."""
     try:
-        result = plan_forwards(trace_of(costs, stage), Machine(budget), stage.forwards, make_plan)
+        return planned_times(costs, budget, stage).busy
     except BudgetError:
         return math.inf
-    return result.forecast.us
+
+
+def planned_times(costs: IntervalCosts, budget: int, stage: Stage) -> StageTimes:
+    """Return the times of a stage, whose recomputations run before the gradient comes where there is room."""
+    trace, machine = trace_of(costs, stage), Machine(budget)
+    choice = plan_forwards(trace, machine, stage.forwards, make_plan)
+    if stage.end != costs.borders[-1]:
+        choice = recompute_early(choice, budget, partial(with_plan, choice.captured.trace, machine, stage.forwards))
+    planned = choice.forecast.trace
+    read = first_gradient_read(planned) if stage.end != costs.borders[-1] else None
+    before = [op.name for op in planned.ops].index(read) if read is not None else planned.boundary
+    us = [op.us for op in planned.ops]
+    return StageTimes(
+        sum(us[: planned.boundary]), sum(us[planned.boundary :]), recompute=sum(us[planned.boundary : before])
+    )
+
+
+def unplanned_times(costs: IntervalCosts, stage: Stage) -> StageTimes:
+    i, j = costs.borders.index(stage.begin), costs.borders.index(stage.end)
+    return StageTimes(float(costs.forward_us[i, j]), float(costs.backward_us[i, j]))
+
+
+def mini_batch(
+    costs: IntervalCosts, cut: Cut, budgets: list[float], chunks: int, times: Callable[[Stage], StageTimes]
+) -> tuple[str, str]:
+    """Return the time of a mini-batch under 1F1B, and its ratio to the bound of any cut and any plans."""
+    schedule = PipelineSchedule("1f1b", len(budgets), chunks)
+    us = schedule.timeline([times(stage) for stage in cut.stages]).us
+    least = least_makespan(costs, budgets, [stage.forwards for stage in cut.stages], chunks)
+    return f"{us / 1e3:.1f}", f"{us / least:.3f}"
 
 
 def figures(cut: Cut) -> tuple[str, str, str]:

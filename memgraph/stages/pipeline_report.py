@@ -50,7 +50,7 @@ class PipelineReport:
 
     @cached_property
     def least_us(self) -> float | None:
-        """The least microseconds of a mini-batch, whatever the cut and the plans; None for a schedule without a proof."""
+        """The least microseconds of a mini-batch with any cut and plans; None for a schedule without a proof."""
         if self.schedule.name not in BOUNDED:
             return None
         forwards = [self.schedule.open_forwards(stage) for stage in range(self.schedule.stages)]

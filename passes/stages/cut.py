@@ -19,6 +19,7 @@ import numpy as np
 from ..ir.arrays import Floats, Ints
 from ..ir.errors import BudgetError
 from .interval_costs import IntervalCosts
+from .partition import partition
 
 ROUNDS = 32  # cuts that are planned, at most
 CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
@@ -78,8 +79,10 @@ def best_cut(
     """
     if len(budgets) > len(costs.borders) - 1:
         raise ValueError(f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}")
-    limits = zip(budgets, forwards, strict=True)
-    us = [stage_bounds(costs, budget, count, offloads) for budget, count in limits]
+    if plan is None and all(np.isposinf(budgets)):
+        slowest, at = partition(costs.us[0], len(budgets))
+        return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
+    us = all_bounds(costs, budgets, forwards, offloads)
     best: Cut | None = None
     for _ in range(ROUNDS if plan is not None else 1):
         bound, at = search(us)
@@ -122,20 +125,27 @@ def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) ->
     return tuple(Stage(k, i, j, forwards[k]) for k, (i, j) in enumerate(pairwise(borders)))
 
 
-def _put_in(us: Sequence[Floats], at: Sequence[int], times: Sequence[float]) -> None:
+def _put_in(us: list[Floats], at: Sequence[int], times: Sequence[float]) -> None:
     """Put in the times of planned stages. One that does not fit rules out all that contain it."""
     for k, ((i, j), time) in enumerate(zip(pairwise(at), times, strict=True)):
+        us[k] = us[k].copy()  # stages of equal bounds share an array
         if np.isfinite(time):
             us[k][i, j] = time
         else:
             us[k][: i + 1, j:] = np.inf
 
 
-def stage_bounds(costs: IntervalCosts, budget: float, forwards: int, offloads: bool) -> Floats:
-    """Return [i, j): a lower bound of the stage's time within a budget; infinite where nothing fits."""
+def all_bounds(costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], offloads: bool) -> list[Floats]:
+    """Return [i, j) of each stage: a lower bound of its time within its budget; infinite where nothing fits."""
     size = len(costs.borders)
     us = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], costs.us, np.inf)
-    us[costs.resident > budget] = np.inf
+    if all(np.isposinf(budgets)):
+        return [us] * len(budgets)
+    return [_bounds(costs, us, budget, count, offloads) for budget, count in zip(budgets, forwards, strict=True)]
+
+
+def _bounds(costs: IntervalCosts, us: Floats, budget: float, forwards: int, offloads: bool) -> Floats:
+    us = np.where(costs.resident > budget, np.inf, us)
     excess = costs.resident + forwards * costs.saved - budget
     for i, j in np.argwhere((excess > 0) & np.isfinite(us)) if not offloads else ():
         us[i, j] += _recompute_us(costs, int(i), int(j), float(excess[i, j]) / forwards)

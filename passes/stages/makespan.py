@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..ir.arrays import Floats
-from .cut import search, stage_bounds
+from .cut import all_bounds, search
 from .interval_costs import IntervalCosts
 
 
@@ -28,8 +28,8 @@ def least_makespan(
         forwards: the most forwards of each stage that may be open.
         offloads: True if plans may offload.
     """
-    stages = zip(budgets, forwards, strict=True)
-    return search([_ends(costs, stage_bounds(costs, *each, offloads), each[1], chunks) for each in stages])[0]
+    planned = all_bounds(costs, budgets, forwards, offloads)
+    return search([_ends(costs, us, count, chunks) for us, count in zip(planned, forwards, strict=True)])[0]
 
 
 def _ends(costs: IntervalCosts, planned: Floats, forwards: int, chunks: int) -> Floats:

@@ -41,19 +41,28 @@ def begins_by_owners(
 
 
 def _earliest_stages(places: Places, owners: Mapping[str, Sequence[int]]) -> dict[int, int]:
-    """Return the earliest stage at which each forward op that needs an owned input can run, behind those before it."""
+    """Return the earliest stage for each place whose ops need an owned input, behind the places before it."""
     trace, current, found = places.trace, 0, {}
-    for i, op in enumerate(trace.ops[: trace.boundary]):
-        for storage in sorted(places.reads[i]) if computes(op) else ():
-            name = trace.ops[places.producer[storage]].name
-            if name in owners:
-                later = [stage for stage in owners[name] if stage >= current]
-                if not later:
-                    raise ValueError(
-                        f"{op.name} at {op.where} needs {name}, which stage {max(owners[name])} has, and runs behind "
-                        f"ops of stage {current}; calls differ too much for one cut"
-                    )
-                current = found[i] = min(later)
+    for i, storages in enumerate(_read_at(places)):
+        for name in sorted({trace.ops[places.producer[storage]].name for storage in storages} & owners.keys()):
+            later = [stage for stage in owners[name] if stage >= current]
+            if not later:
+                op = trace.ops[i]
+                raise ValueError(
+                    f"{op.name} at {op.where} needs {name}, which stage {max(owners[name])} has, and runs behind "
+                    f"ops of stage {current}; calls differ too much for one cut"
+                )
+            current = found[i] = min(later)
+    return found
+
+
+def _read_at(places: Places) -> list[set[str]]:
+    """Return the storages that the ops at each place read, those of backward included."""
+    trace = places.trace
+    found: list[set[str]] = [set() for _ in range(trace.boundary)]
+    for op, place, reads in zip(trace.ops, places.place, places.reads, strict=True):
+        if computes(op):
+            found[int(place)] |= reads
     return found
 
 

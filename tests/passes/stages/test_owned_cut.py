@@ -73,3 +73,19 @@ def test_a_stage_without_room_is_refused() -> None:
     trace = parse(FORWARD)
     with pytest.raises(ValueError, match="stage 2 of 3 has no ops"):
         begins_by_owners(Places(trace), {"w": [0], "v": [1]}, 3, trace.ops)
+
+
+BACKWARD = """
+    backward:
+    gc = mm(t, v)  # makes gc:12 | 6.0 us
+    gb = gelu_backward(gc, b, m)  # makes gb:12 | 1.0 us
+    return output d, input_gradient gb
+    """
+
+
+def test_an_input_that_backward_alone_reads_is_where_it_was() -> None:
+    inputs = "forward:\n    m = buffer()  # makes m:1\n    t = tangent()  # makes t:1"
+    trace = parse(FORWARD.replace("forward:", inputs).replace("return output d", "").rstrip() + BACKWARD)
+    first = [trace.ops[5], trace.ops[8]]  # where gelu would be of stage 0
+    assert begins_by_owners(Places(trace), {"w": [0], "v": [1]}, 2, first) == (0, 8)
+    assert begins_by_owners(Places(trace), {"w": [0], "m": [1], "v": [1]}, 2, first) == (0, 6)
