@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ..oss.comm.agreement import parameter_lines, report_errors
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
+from .chunks import MicroBatch, chunked
 from .ranks.stage_group import ADVICE, StageGroup
 from .state.deferred_batch_norm import refuse_others
 from .state.stage_tensors import all_tensors
@@ -35,6 +37,7 @@ class PipelineArguments:
     Attributes:
         budgets: the bytes of each rank.
         balance: where each stage begins.
+        replicated: names or positions of arguments that are not divided.
         delay: of zero_bubble, at most.
     """
 
@@ -44,6 +47,7 @@ class PipelineArguments:
     balance: tuple[int, ...] | None
     stages_per_rank: int = 1
     checkpoint: str = "auto"
+    replicated: tuple[str | int, ...] = ()
     delay: int = 0
 
     @property
@@ -67,6 +71,14 @@ class PipelineArguments:
         """Return the bytes of each stage. Those of one rank have equal shares of its budget."""
         return tuple(each // self.stages_per_rank for each in self.budgets) * self.stages_per_rank
 
+    def divided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        """Return the micro-batches of a mini-batch.
+
+        Raises:
+            ValueError: its tensors can't be divided.
+        """
+        return chunked(args, kwargs, self.chunks, self.replicated)
+
     def order(self, chunks: int) -> PipelineSchedule:
         """Return the order in which the ranks run so many micro-batches."""
         return PipelineSchedule(self.schedule, len(self.budgets), chunks, self.stages_per_rank, self.delay)
@@ -83,6 +95,7 @@ class GivenArguments:
     stages_per_rank: int
     checkpoint: str
     deferred_batch_norm: bool
+    replicated: Sequence[str | int]
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
         """Return the arguments, which are the same on all ranks.
@@ -142,7 +155,10 @@ class GivenArguments:
             )
         nbytes = tuple(budget_nbytes(each, device) for each in budgets)
         begins = None if self.balance is None else tuple(self.balance)
-        return PipelineArguments(nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint)
+        replicated = (self.replicated,) if isinstance(self.replicated, str | int) else tuple(self.replicated)
+        return PipelineArguments(
+            nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint, replicated
+        )
 
 
 def default_stages_per_rank(schedule: str) -> int:

@@ -1,14 +1,14 @@
 """A mini-batch in micro-batches.
 
-    (x: 8 rows, mask: 8 rows, scale: 3 rows), 3 micro-batches
+    (x: 8 rows, mask: 8 rows, scale: replicated), 3 micro-batches
     ->   (x[:3], mask[:3], scale), (x[3:6], mask[3:6], scale), (x[6:], mask[6:], scale)
 
-Tensors with as many rows as the first one are divided as `torch.chunk` does, others are given to each micro-batch.
+Tensors are divided as `torch.chunk` does. Each micro-batch is given numbers, tensors of one row and replicated ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,32 +34,56 @@ class MicroBatch:
         return tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def chunked(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[MicroBatch]:
+def chunked(
+    args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, replicated: Collection[str | int] = ()
+) -> list[MicroBatch]:
     """Return at most `chunks` micro-batches; their tensors are views of the given ones.
 
     All but the last have the same number of rows, and there are as many as `torch.chunk` makes.
 
+    Args:
+        replicated: names, or positions, of arguments that each micro-batch gets whole.
+
     Raises:
-        ValueError: no tensor has rows, or one is the result of an op that autograd has to differentiate.
+        ValueError: tensors have no rows, or not the same number of them, or one has to be differentiated.
     """
     leaves, spec = flatten((args, kwargs))
-    rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        raise ValueError(
-            "a tensor of the mini-batch is the result of an op that has to be differentiated; give x.detach(), with "
-            "requires_grad_() for its gradient, and go on backward from its .grad"
-        )
+    divided = {id(leaf): (name, leaf) for name, leaf in _tensors(args, kwargs) if name not in replicated and leaf.dim()}
+    lengths = [leaf.shape[0] for _, leaf in divided.values()]
+    rows = next((length for length in lengths if length != 1), len(lengths) and 1)
+    _refuse(divided.values(), rows, chunks)
+    sizes = [len(part) for part in torch.empty(rows, 0, device="meta").chunk(chunks)]
+    parts = {key: _parts(leaf, chunks) for key, (_, leaf) in divided.items() if leaf.shape[0] == rows}
+    lists = [parts.get(id(leaf), [leaf] * len(sizes)) for leaf in leaves]
+    calls = [unflatten(list(each), spec) for each in zip(*lists, strict=True)]
+    return [MicroBatch(args, kwargs, size / rows) for (args, kwargs), size in zip(calls, sizes, strict=True)]
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str | int, Tensor]]:
+    """Yield the tensors of a call with the name, or the position, of their argument."""
+    named: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+    for name, value in named:
+        yield from ((name, leaf) for leaf in flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _refuse(tensors: Iterable[tuple[str | int, Tensor]], rows: int, chunks: int) -> None:
+    """
+    Raises:
+        ValueError: these tensors can't be divided.
+    """
     if rows == 0:
         raise ValueError(f"a mini-batch without rows can't be divided into chunks={chunks} micro-batches")
-    sizes = [len(part) for part in torch.empty(rows, 0, device="meta").chunk(chunks)]
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    parts = {
-        key: _parts(leaf, chunks) if leaf.dim() and leaf.shape[0] == rows else [leaf] * len(sizes)
-        for key, leaf in tensors.items()
-    }
-    divided = [parts[id(leaf)] if isinstance(leaf, Tensor) else [leaf] * len(sizes) for leaf in leaves]
-    calls = [unflatten(list(each), spec) for each in zip(*divided, strict=True)]
-    return [MicroBatch(args, kwargs, size / rows) for (args, kwargs), size in zip(calls, sizes, strict=True)]
+    for name, leaf in tensors:
+        if leaf.grad_fn is not None:
+            raise ValueError(
+                f"argument {name!r} is the result of an op that has to be differentiated; give x.detach(), with "
+                "requires_grad_() for its gradient, and go on backward from its .grad"
+            )
+        if leaf.shape[0] not in (1, rows):
+            raise ValueError(
+                f"argument {name!r} has {leaf.shape[0]} rows, and others have {rows}; if each micro-batch needs it "
+                f"whole, give memgraph.pipeline replicated=[{name!r}]"
+            )
 
 
 def _parts(leaf: Tensor, chunks: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..capture.capture import operands
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..tensors.pytree import flatten
-from .chunks import chunked
+from .chunks import MicroBatch
 from .mini_batch_plan import MiniBatchPlan
 from .ranks.stage_group import StageGroup
 from .stage_runs import Named, StageRuns
@@ -22,15 +22,15 @@ from .state.shared_parameters import SharedGradients, make_gradients
 
 def run_mini_batch(
     group: StageGroup, module: nn.Module, plan: MiniBatchPlan, args: tuple[Any, ...], kwargs: dict[str, Any],
-    chunks: int,
+    divided: Callable[[tuple[Any, ...], dict[str, Any]], list[MicroBatch]],
 ) -> StageRuns:  # fmt: skip
-    """Run a mini-batch in at most `chunks` micro-batches, and add to gradients."""
+    """Run a mini-batch in its micro-batches, and add to gradients."""
     parameters: Named = dict(module.named_parameters())
     shared = SharedGradients(group, parameters, plan.owners)
     shared.begin()
     make_gradients(parameters, plan.gradients)
     make_gradients(_named(module, plan.arguments[0], args, kwargs), plan.input_gradients[0])
-    batches = chunked(args, kwargs, chunks)
+    batches = divided(args, kwargs)
     pairs = zip(plan.arguments, batches, strict=True)
     tensors = [_named(module, names, batch.args, batch.kwargs) for names, batch in pairs]
     gradients = [

@@ -23,7 +23,7 @@ from ..guards.signature import signature
 from ..oss.sharded_checkpoint import Target
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
-from .chunks import call_lines, chunked, mode_lines
+from .chunks import call_lines, mode_lines
 from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import MiniBatchPlan
 from .pipeline_report import PipelineReport
@@ -46,6 +46,7 @@ def pipeline(
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
     checkpoint: str = "auto", stages_per_rank: int | None = None, deferred_batch_norm: bool = False,
+    replicated: Sequence[str | int] = (),
 ) -> Pipeline:  # fmt: skip
     """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
@@ -81,6 +82,7 @@ def pipeline(
         stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
         deferred_batch_norm: update running statistics once a mini-batch, by the mean and variance of all its rows.
             The model's BatchNorms get a subclass with further buffers, which are not in state dicts.
+        replicated: names, or positions, of arguments that each micro-batch gets whole, as a table that all rows read.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -89,7 +91,9 @@ def pipeline(
     stages = StageGroup(group)
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(schedule)
-    arguments = GivenArguments(budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm)
+    arguments = GivenArguments(
+        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated
+    )
     given = arguments.checked(stages, model)
     if deferred_batch_norm:
         defer_batch_norm(model)
@@ -137,7 +141,7 @@ class Pipeline:
             The mean loss on the rank that computes it, which is the last one; None on the others.
 
         Raises:
-            ValueError: the mini-batch has no rows, or differs too much from the first one to run in the same stages.
+            ValueError: the mini-batch can't be divided, or differs too much from the first to run in the same stages.
             AgreementError: another rank was given another mini-batch, or can't go on.
             BudgetError: no plan fits the budget of some stage; on all ranks, before the step.
             CaptureError: the model can't be captured, or can't be cut.
@@ -286,7 +290,7 @@ class Pipeline:
             known = self._call_key(args, kwargs) in self._plans
             if self._first is None and not torch.is_grad_enabled():
                 raise ValueError("the first step of a pipeline cuts it for training, and gradients are disabled here")
-            chunked(args, kwargs, self.given.chunks)
+            self.given.divided(args, kwargs)
         modes = [*mode_lines(self.module), f"mini-batches like this one are planned: {known}"]
         self.group.check_agreement([f"{PLANNING}: none failed", *kind, *modes, *values])
 
@@ -313,7 +317,7 @@ class Pipeline:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:
         """Run a mini-batch. The first runs of each plan are measured, without and with states of the optimizer."""
         plan = self._latest
-        run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.chunks)
+        run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.divided)
         earlier = self._measured.setdefault(plan, [])
         if len(earlier) == MEASURED:
             return run()

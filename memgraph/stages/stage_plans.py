@@ -22,7 +22,7 @@ from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
-from .chunks import MicroBatch, batch_nbytes, chunked
+from .chunks import MicroBatch, batch_nbytes
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
 from .planned_stage import PlannedStage
@@ -99,7 +99,7 @@ class StagePlans:
             BudgetError: no plan fits the budget of some rank; on all ranks.
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
-        batches = chunked(args, kwargs, self.given.chunks)
+        batches = self.given.divided(args, kwargs)
         examples = {batch.shapes: batch for batch in reversed(batches)}
         shapes = list(dict.fromkeys(batch.shapes for batch in batches))
         steps = self._steps([examples[each] for each in shapes], first, updates)

@@ -41,7 +41,7 @@ def _gradients(rank: int, schedule: str, rows: int) -> list[str]:
     plain, wanted = copy.deepcopy(model), {key: value.detach().clone() for key, value in batch.items()}
     for key, value in batch.items():
         wanted[key].requires_grad_(value.requires_grad)
-    pipe = memgraph.pipeline(model, "1GB", 3, schedule=schedule)
+    pipe = memgraph.pipeline(model, "1GB", 3, schedule=schedule, replicated=["scale"])
     for _ in range(2):
         pipe.step(**batch)
         divided = [value.chunk(3) if value.dim() > 1 else [value] * 3 for value in wanted.values()]
@@ -64,4 +64,13 @@ def test_tensors_of_the_batch_get_their_gradients(schedule: str, rows: int) -> N
 def test_the_result_of_an_op_is_refused() -> None:
     model, batch = _given(6)
     with pytest.raises(ValueError, match="detach"):
-        memgraph.pipeline(model, "1GB", 3).step(**(batch | {"x": 2 * batch["x"]}))
+        memgraph.pipeline(model, "1GB", 3, replicated=["scale"]).step(**(batch | {"x": 2 * batch["x"]}))
+
+
+def test_tensors_of_other_rows_are_refused_by_name() -> None:
+    model, batch = _given(6)
+    with pytest.raises(ValueError, match=r"'scale' has 8 rows, and others have 6.*replicated=\['scale'\]"):
+        memgraph.pipeline(model, "1GB", 3).step(**batch)
+    with pytest.raises(ValueError, match=r"1 has 8 rows.*replicated=\[1\]"):
+        memgraph.pipeline(model, "1GB", 3).step(*batch.values())
+    memgraph.pipeline(model, "1GB", 3, replicated=[1]).step(*batch.values())
