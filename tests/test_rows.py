@@ -43,6 +43,11 @@ TABLES = (
         tuple(f"S{i:02}" for i in range(1, 75)),
         "S04 S16 S23 S36 S37 S38 S39 S40 S42 S45 S46 S51 S52 S53 S61 S62 S63 S66",
     ),
+    Table(
+        "memgraph/stages/rows.md",
+        tuple(f"A{i:02}" for i in range(1, 78)),
+        "A09 A10 A20 A21 A24 A25 A26 A27 A29 A43 A46 A48 A52 A57 A61 A63 A73",
+    ),
 )
 each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.file)
 
@@ -50,7 +55,7 @@ each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.fi
 @cache
 def rows(table: Table) -> tuple[Row, ...]:
     text = (HERE / table.file).read_text()
-    lines = re.findall(r"^\| ([OCS]\d\d)( D)? \| (.+?) \| (.+) \|$", text, re.MULTILINE)
+    lines = re.findall(r"^\| ([AOCS]\d\d)( D)? \| (.+?) \| (.+) \|$", text, re.MULTILINE)
     return tuple(_row(name, bool(defect), here, shown) for name, defect, here, shown in lines)
 
 

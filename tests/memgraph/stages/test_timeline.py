@@ -99,6 +99,11 @@ def test_the_last_micro_batch_is_the_last_that_there_is() -> None:
     assert on_ranks(2, _counted) == [[True, False]] * 2
 
 
+def test_a_balance_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 entries for 1 stages"):
+        memgraph.pipeline(nn.Linear(2, 2), "1GB", balance=[0, 3])
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
