@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -24,6 +25,7 @@ from memgraph.capture.capture import capture
 from memgraph.graph.gradient_sums import gradient_sums
 from memgraph.graph.summarize import summarize
 from memgraph.profile.op_profiler import OpProfiler
+from memgraph.stages.whole_step import KINDS
 from memgraph.tensors.loss_outputs import select_losses
 from passes import BudgetError, Machine, Trace, make_plan
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes, with_plan
@@ -79,7 +81,8 @@ def costs_of(layers: int, length: int, **sizes: int) -> IntervalCosts:
 
 
 def trace_of(costs: IntervalCosts, stage: Stage) -> Trace:
-    return stage_trace(costs.places, stage.begin, stage.end)
+    trace = stage_trace(costs.places, stage.begin, stage.end)
+    return replace(trace, outputs=tuple((KINDS.get(kind, kind), value) for kind, value in trace.outputs))
 
 
 def planned_us(costs: IntervalCosts, budget: int, stage: Stage) -> float:

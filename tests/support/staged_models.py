@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .models import gpt2
+from .models import gpt2, t5
 
 Batch = dict[str, Tensor]
 
@@ -76,6 +76,34 @@ def language(rows: int, tied: bool) -> tuple[nn.Module, Batch]:
     return model, {"input_ids": ids, "labels": ids}
 
 
+class UNet(nn.Module):
+    """Convolutions with pooling, and skips from each level down to the one up, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.middle = nn.Conv2d(4, 4, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = F.silu(layer(x))
+            kept.append(x)
+            x = F.avg_pool2d(x, 2)
+        x = F.silu(self.middle(x))
+        for layer in self.up:
+            x = F.silu(layer(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1)))
+        return F.mse_loss(x, y)
+
+
+def translation(rows: int) -> tuple[nn.Module, Batch]:
+    """Return a T5 without dropout; its decoder reads the encoder's results in each layer."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2, "vocab_size": 32}
+    ids = torch.randint(1, 32, (rows, 6))
+    return t5(**sizes, dropout_rate=0.0, tie_word_embeddings=False), {"input_ids": ids, "labels": ids.flip(1)}
+
+
 MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
     "gpt2": lambda rows: language(rows, tied=False),
     "tied": lambda rows: language(rows, tied=True),
@@ -84,6 +112,8 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Batch]]] = {
         {"x": torch.randn(rows, 4, 6, 6), "y": torch.randint(0, 3, (rows,))},
     ),
     "skips": lambda rows: (Skips(), {"x": torch.randn(rows, 8), "y": torch.randn(rows, 8)}),
+    "t5": translation,
+    "u-net": lambda rows: (UNet(), {"x": torch.randn(rows, 4, 16, 16), "y": torch.randn(rows, 4, 16, 16)}),
     "frozen": lambda rows: (Frozen(), {"ids": torch.randint(0, 16, (rows,))}),
 }
 

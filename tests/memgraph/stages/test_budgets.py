@@ -18,17 +18,20 @@ from tests.support.ranks import on_ranks
 from tests.support.staged_models import in_turn, made, wide
 
 CASES = [
-    ("2", "4", "1f1b", "wide", "0.6"),
-    ("3", "4", "gpipe", "wide", "0.6"),
     ("3", "4", "1f1b", "tied", "1.0"),
-    ("2", "4", "1f1b", "batch norm", "1.0"),
     ("2", "4", "interleaved", "wide", "0.6"),
     ("3", "4", "zero_bubble", "wide", "0.6"),
 ]
+FURTHER = [
+    ("2", "4", "1f1b", "wide", "0.6"),
+    ("3", "4", "gpipe", "wide", "0.6"),
+    ("2", "4", "1f1b", "batch norm", "1.0"),
+]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in FURTHER]
 
 
 @pytest.mark.skipif(compiler() is None, reason="the second meter needs a C compiler")
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+@pytest.mark.parametrize("case", [*CASES, *SLOW], ids=" ".join)
 def test_each_rank_keeps_its_budget(tmp_path: Path, case: tuple[str, ...]) -> None:
     child = [sys.executable, "-m", "tests.support.counted_stages", *case]
     output = subprocess.run(child, env=preloaded(tmp_path), capture_output=True, text=True, timeout=300)
@@ -70,7 +73,9 @@ def test_without_a_budget_each_rank_has_what_is_free_there() -> None:
     assert (first == last, first[1] - first[0]) == (True, 1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", ["zero_bubble", *(pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[:3])]
+)
 def test_the_smallest_budgets_work_with_equal_gradients(schedule: str) -> None:
     results = on_ranks(2, _tight, schedule)
     assert results[0][0] == results[1][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,11 +12,25 @@ from passes.stages.pipeline_schedule import SCHEDULES
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import in_turn, made
 
+Result = tuple[list[str], list[str], float | None, float]
 CHUNKS = (1, 2, 3, 7)
-CASES = [(name, schedule) for name in ("gpt2", "batch norm") for schedule in SCHEDULES]
+SHARED = ("tied", "t5")  # whose stages add up gradients of one table
+CASES = [
+    *((name, schedule, 3) for name in ("gpt2", "batch norm") for schedule in SCHEDULES),
+    *((name, "1f1b", ranks) for name, ranks in (("gpt2", 2), ("tied", 2), ("frozen", 3))),
+]
+FURTHER = [
+    *((name, schedule, 2) for name in ("gpt2", "batch norm") for schedule in SCHEDULES[1:]),
+    *((name, schedule, 4) for name in ("gpt2", "skips") for schedule in SCHEDULES),
+    *(
+        (name, "1f1b", ranks)
+        for name, ranks in (("batch norm", 2), ("tied", 3), ("frozen", 2), ("t5", 3), ("u-net", 3))
+    ),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER]
 
 
-def _gradients(rank: int, name: str, schedule: str, chunks: int) -> tuple[list[str], list[str], float | None, float]:
+def _gradients(rank: int, name: str, schedule: str, chunks: int) -> Result:
     """Return the rank's parameters and averages, those that differ, and the loss beside that of the plain model."""
     model, batch = made(name, 3 * chunks)
     plain, expected = in_turn(model, batch, chunks, steps=2)
@@ -30,20 +46,19 @@ def _gradients(rank: int, name: str, schedule: str, chunks: int) -> tuple[list[s
     return [*names, *averages], wrong, None if loss is None else loss.item(), expected
 
 
-def _all(rank: int, name: str, schedule: str) -> list[tuple[list[str], list[str], float | None, float]]:
-    return [_gradients(rank, name, schedule, chunks) for chunks in CHUNKS]
+def _all(rank: int, name: str, schedule: str, each: Sequence[int]) -> list[Result]:
+    return [_gradients(rank, name, schedule, chunks) for chunks in each]
 
 
 def same(found: torch.Tensor | None, wanted: torch.Tensor | None, name: str) -> bool:
     if found is None or wanted is None:
         return found is wanted
-    return torch.allclose(found, wanted, atol=1e-6) if name == "tied" else torch.equal(found, wanted)
+    return torch.allclose(found, wanted, atol=1e-6) if name in SHARED else torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name, schedule", [*CASES, ("tied", "1f1b"), ("frozen", "1f1b")])
+@pytest.mark.parametrize("name, schedule, ranks", [*CASES, *SLOW])
 def test_gradients_are_those_of_the_plain_model(name: str, schedule: str, ranks: int) -> None:
-    results = on_ranks(ranks, _all, name, schedule)
+    results = on_ranks(ranks, _all, name, schedule, (10,) if ranks == 4 else CHUNKS)
     for each in zip(*results, strict=True):
         trained = {key for names, *_ in each for key in names}
         model, _ = made(name, 1)

@@ -48,7 +48,7 @@ def _evaluated(pipe: Any, model: nn.Module, plain: nn.Module, batch: Batch) -> t
     return changed, None if loss is None else loss.equal(sum(0.25 * each for each in losses))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_later_kinds_of_mini_batches_are_as_in_the_plain_model(name: str, ranks: int) -> None:
     results = on_ranks(ranks, _later, name, "gpipe" if name == "skips" else "1f1b")
