@@ -22,7 +22,7 @@ from .state.shared_parameters import SharedGradients, make_gradients
 
 def run_mini_batch(
     group: StageGroup, module: nn.Module, plan: MiniBatchPlan, args: tuple[Any, ...], kwargs: dict[str, Any],
-    divided: Callable[[tuple[Any, ...], dict[str, Any]], list[MicroBatch]],
+    divided: Callable[[tuple[Any, ...], dict[str, Any]], list[MicroBatch]], loss_scale: float,
 ) -> StageRuns:  # fmt: skip
     """Run a mini-batch in its micro-batches, and add to gradients."""
     parameters: Named = dict(module.named_parameters())
@@ -36,7 +36,7 @@ def run_mini_batch(
     gradients = [
         {name: each[name].grad for name in names} for each, names in zip(tensors, plan.input_gradients, strict=True)
     ]
-    runs = StageRuns(group, plan, parameters, tensors, gradients, [each.share for each in batches])
+    runs = StageRuns(group, plan, parameters, tensors, gradients, [each.share for each in batches], loss_scale)
     runs.run()
     shared.finish()
     return runs

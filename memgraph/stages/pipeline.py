@@ -104,7 +104,8 @@ class Pipeline:
     """A model in stages. Each rank runs one of them, and has its parameters and their gradients.
 
     Attributes:
-        optimizer: of the stage's parameters, once the stages are cut; None if none was asked for, or there are none.
+        optimizer: of the stage's parameters, once the stages are cut; None if none was asked for. Where a stage trains
+            no parameter it has an empty one, so that all ranks make the same calls.
     """
 
     optimizer: optim.Optimizer | None = None
@@ -119,6 +120,7 @@ class Pipeline:
         self._plans: dict[Hashable, MiniBatchPlan] = {}  # by the key of a call, the latest last
         self._attributes = AttributeGuard(module)
         self._failed = False
+        self._loss_scale = 1.0
         self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
         self.timeline: list[ActionTimes] = []  # of the latest step on this rank
 
@@ -247,10 +249,18 @@ class Pipeline:
         limit = max_norm, norm_type, error_if_nonfinite
         return clip_stages(self.group, dict(self.named_parameters()), order, *limit)
 
+    def scale_loss(self, scaler: torch.amp.GradScaler) -> None:
+        """Scale the gradients of later steps as the scaler scales a loss; the loss that a step returns is not scaled.
+
+        Use a `memgraph.GradScaler(device, group=group)` with the group of the pipeline: an infinity in one stage counts
+        in all of them.
+        """
+        self._loss_scale = float(scaler.scale(torch.ones(())))
+
     @property
     def _checkpoint(self) -> StageCheckpoint:
         named = dict(self.named_parameters())
-        return StageCheckpoint(self.group, self._trained_module, named, self.optimizer)
+        return StageCheckpoint(self.group, self._trained_module, named, self.optimizer if named else None)
 
     @property
     def _trained_module(self) -> nn.Module:
@@ -317,7 +327,7 @@ class Pipeline:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:
         """Run a mini-batch. The first runs of each plan are measured, without and with states of the optimizer."""
         plan = self._latest
-        run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.divided)
+        run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.divided, self._loss_scale)
         earlier = self._measured.setdefault(plan, [])
         if len(earlier) == MEASURED:
             return run()

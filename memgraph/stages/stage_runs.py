@@ -57,6 +57,7 @@ class StageRuns:
         chunks: the tensors of each micro-batch, parameters and buffers among them, by their names in the graph.
         input_gradients: gradients of some of them, to add to.
         shares: of the rows that each micro-batch has.
+        loss_scale: backward starts from the share of the rows, times this.
         loss: the mean over the rows so far, on the rank that makes it.
         times: of the actions that have run.
     """
@@ -67,6 +68,7 @@ class StageRuns:
     chunks: Sequence[Named]
     input_gradients: Sequence[Mapping[str, Tensor | None]]
     shares: Sequence[float]
+    loss_scale: float = 1.0
     loss: Tensor | None = None
     times: list[ActionTimes] = field(default_factory=list)
     _open: dict[tuple[int, int], _OpenChunk] = field(default_factory=dict)
@@ -147,7 +149,7 @@ class StageRuns:
 
     def _tangents(self, action: Action, stage: PlannedStage, values: Named) -> Named:
         """Return the gradients that backward starts from; that of the loss is the micro-batch's share of the rows."""
-        start = torch.tensor(self.shares[action.chunk])
+        start = torch.tensor(self.shares[action.chunk] * self.loss_scale)
         pairs = zip(stage.halves.tangents, stage.tangents, strict=True)
         return {name: values[name] if name in values else start.to(fake.device, fake.dtype) for fake, name in pairs}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from ...optim.optimizer_profiler import OptimizerProfiler, kinds_of
@@ -50,6 +51,7 @@ class StageUpdates:
         return OptimizerProfiler(self.make(trained)) if self.make is not None and trained else None
 
     def optimizer(self, names: Collection[str]) -> optim.Optimizer | None:
-        """Return the optimizer of these parameters; None if there are none."""
+        """Return the optimizer of these parameters, or of an empty one; None if no optimizer was asked for."""
         known = dict(self.module.named_parameters())
-        return self.make([known[name] for name in names]) if self.make is not None and names else None
+        parameters = [known[name] for name in names] or [nn.Parameter(torch.empty(0))]
+        return self.make(parameters) if self.make is not None else None

@@ -30,9 +30,9 @@ def _train(pipe: Pipeline, batch: dict[str, Any], steps: int) -> None:
     for _ in range(steps):
         pipe.step(**batch)
         pipe.clip_grad_norm_(0.5)
-        if pipe.optimizer is not None:
-            pipe.optimizer.step()
-            pipe.optimizer.zero_grad()
+        assert pipe.optimizer is not None
+        pipe.optimizer.step()
+        pipe.optimizer.zero_grad()
 
 
 def _bytes(pipe: Pipeline) -> dict[str, bytes]:
@@ -46,8 +46,8 @@ def _saved(rank: int, name: str, folder: Path) -> dict[str, bytes]:
     _train(pipe, batch, 1)
     pipe.save_sharded(folder)  # is replaced
     _train(pipe, batch, 1)
-    if pipe.optimizer is not None:
-        pipe.optimizer.param_groups[0]["lr"] = 5e-3
+    assert pipe.optimizer is not None
+    pipe.optimizer.param_groups[0]["lr"] = 5e-3
     pipe.save_sharded(folder)
     _train(pipe, batch, 2)
     return _bytes(pipe)
