@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
+
 ROOT = Path(__file__).parents[1]
 MEMGRAPH = (
     {"memgraph.api"},
@@ -49,6 +51,12 @@ IMPORTS = 20  # of a file
 
 def test_packages_import_what_stands_below_them_only() -> None:
     assert upward_imports() == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {module: path for module, path in modules().items() if path.name != "__init__.py"}
+    graph = nx.DiGraph((module, target) for module, path in files.items() for target in imports(module, path))
+    assert [sorted(each) for each in nx.strongly_connected_components(graph) if len(each) > 1] == []
 
 
 def test_no_folder_has_more_entries_than_one_reads_at_once() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from passes import Trace
-from passes.stages.pipeline_schedule import BACKWARD, FORWARD, NO_GRADIENTS, PipelineSchedule
+from passes.stages.action import BACKWARD, FORWARD
+from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
 
 from ..errors import BudgetError
 from .ranks.messages import Message

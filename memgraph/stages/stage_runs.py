@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from passes.stages.pipeline_schedule import BACKWARD, FORWARD, NO_GRADIENTS, WEIGHTS, Action
+from passes.stages.action import BACKWARD, FORWARD, WEIGHTS, Action
+from passes.stages.pipeline_schedule import NO_GRADIENTS
 
 from ..runtime.step_run import StepRun
 from .mini_batch_plan import MiniBatchPlan

@@ -16,21 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
+from .action import BACKWARD, FORWARD, WEIGHTS, Action
 from .timeline import StageTimes, Timeline, simulate
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 NO_GRADIENTS = "forward only"
-FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
-
-
-class Action(NamedTuple):
-    """One thing that a rank runs: `kind` is forward, backward or weights."""
-
-    kind: str
-    stage: int
-    chunk: int
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .pipeline_schedule import Action
+from .action import BACKWARD, FORWARD, WEIGHTS, Action
 
 
 class StageTimes(NamedTuple):
@@ -86,12 +85,12 @@ def simulate(actions: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
         for at in range(len(mine), len(order)):
             kind, stage, chunk = order[at]
             time, comes, recompute = times[stage], 0.0, 0.0
-            if kind == "forward":
+            if kind == FORWARD:
                 if stage and (comes := forward[stage - 1][chunk]) < 0:
                     waiting[stage - 1, chunk, True] = rank
                     break
                 took = time.forward
-            elif kind == "backward":
+            elif kind == BACKWARD:
                 if stage + 1 < stages and (comes := backward[stage + 1][chunk]) < 0:
                     waiting[stage + 1, chunk, False] = rank
                     break
@@ -103,12 +102,12 @@ def simulate(actions: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
             mine.append(begin)
             now = begin + took
             busy[rank] += took
-            if kind != "weights":
-                if kind == "forward":
+            if kind != WEIGHTS:
+                if kind == FORWARD:
                     forward[stage][chunk] = now + time.sent_forward
                 else:
                     backward[stage][chunk] = now + time.sent_backward
-                if (other := waiting.pop((stage, chunk, kind == "forward"), None)) is not None:
+                if (other := waiting.pop((stage, chunk, kind == FORWARD), None)) is not None:
                     ready.append(other)
         free[rank] = now
     if any(len(mine) < len(order) for mine, order in zip(begins, actions, strict=True)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.stages.stage_runs import ActionTimes
-from passes.stages.pipeline_schedule import BACKWARD
+from passes.stages.action import BACKWARD
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import in_turn, made, wide
 

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.stages.pipeline_schedule import (
-    BACKWARD,
-    FORWARD,
-    NO_GRADIENTS,
-    SCHEDULES,
-    WEIGHTS,
-    Action,
-    PipelineSchedule,
-)
+from passes.stages.action import BACKWARD, FORWARD, WEIGHTS, Action
+from passes.stages.pipeline_schedule import NO_GRADIENTS, SCHEDULES, PipelineSchedule
 from passes.stages.timeline import StageTimes, simulate
 
 Event = tuple[object, ...]
