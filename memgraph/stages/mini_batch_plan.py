@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.timeline import StageTimes
 
+from ..system.user_warning import warn_user
 from .planned_stage import PlannedStage
 from .stage_cut import StageCut
+
+MANY = 6  # kinds of mini-batches that are warned of
+KINDS = 16  # kinds of mini-batches whose plans are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,37 @@ class MiniBatchPlan:
             [name for stage in each for _, name in stage.input_gradients]
             for each in zip(*self.stages.values(), strict=True)
         ]
+
+
+class KeptPlans:
+    """The plans of the latest kinds of mini-batches, by the keys of their calls."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, MiniBatchPlan] = {}  # the latest last
+        self._warned = False
+
+    def take(self, key: Hashable) -> MiniBatchPlan | None:
+        """Return a plan, which is kept no longer: its key changes when parameters move."""
+        return self._plans.pop(key, None)
+
+    def keep(self, key: Hashable, plan: MiniBatchPlan) -> None:
+        """Keep a plan as the latest; warn once of many kinds."""
+        self._plans[key] = plan
+        if len(self._plans) == MANY and not self._warned:
+            self._warned = True
+            warn_user(
+                f"{MANY} kinds of mini-batches were captured and planned; if their shapes vary, "
+                "memgraph.pad_to_buckets pads them to a few"
+            )
+        if len(self._plans) > KINDS:
+            del self._plans[next(iter(self._plans))]
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._plans
+
+    @property
+    def latest(self) -> MiniBatchPlan:
+        return self._plans[next(reversed(self._plans))]
 
 
 def largest_peak(forwards: int, stages: Sequence[PlannedStage]) -> int:

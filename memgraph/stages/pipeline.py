@@ -25,7 +25,7 @@ from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, mode_lines
 from .mini_batch import kept_tensors, measured, run_mini_batch
-from .mini_batch_plan import MiniBatchPlan
+from .mini_batch_plan import KeptPlans, MiniBatchPlan
 from .pipeline_report import PipelineReport
 from .ranks.stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
@@ -37,7 +37,6 @@ from .state.stage_state_dict import full_state_dict, load_files, load_own, own_s
 from .state.stage_tensors import give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates
 
-KINDS = 16  # kinds of mini-batches whose plans are kept
 MEASURED = 2  # runs of each plan
 
 
@@ -117,7 +116,7 @@ class Pipeline:
         self._make = make
         self._versions: dict[str, int] = {}  # of tensors that were on the meta device
         self._first: FirstCut | None = None
-        self._plans: dict[Hashable, MiniBatchPlan] = {}  # by the key of a call, the latest last
+        self._plans = KeptPlans()
         self._attributes = AttributeGuard(module)
         self._failed = False
         self._loss_scale = 1.0
@@ -127,11 +126,8 @@ class Pipeline:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
         self._agree(args, kwargs)
-        known = self._plans.pop(self._call_key(args, kwargs), None)
-        plan = known or self._planned(args, kwargs)
-        self._plans[self._call_key(args, kwargs)] = plan  # parameters are on other devices since the first plan
-        if len(self._plans) > KINDS:
-            del self._plans[next(iter(self._plans))]
+        plan = self._plans.take(self._call_key(args, kwargs)) or self._planned(args, kwargs)
+        self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run forward and backward of a mini-batch, and add to the gradients of this rank's stage.
@@ -289,7 +285,7 @@ class Pipeline:
     @property
     def _latest(self) -> MiniBatchPlan:
         assert self._cut
-        return self._plans[next(reversed(self._plans))]
+        return self._plans.latest
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that this step can run, on all ranks."""

@@ -25,6 +25,15 @@ def test_rows_are_divided_as_torch_does(rows: int, chunks: int, sizes: list[int]
     assert all(len(each.kwargs["table"]) == 1 and each.kwargs["scale"] == 2.0 for each in batches)
 
 
+def test_many_kinds_of_mini_batches_are_warned_of_once() -> None:
+    model = nn.Linear(2, 2)
+    pipe = memgraph.pipeline(model, "1GB", 2, loss=lambda result: result.square().mean())
+    with pytest.warns(RuntimeWarning, match="pad_to_buckets") as caught:
+        for rows in (*range(2, 40, 2), 2):
+            pipe.step(torch.randn(rows, 2))
+    assert len(caught) == 1 and pipe.report.schedule.chunks == 2
+
+
 class Nested(nn.Module):
     """Takes tuples and dicts, an integer tensor and a mask."""
 
