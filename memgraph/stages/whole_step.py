@@ -56,7 +56,9 @@ class WholeStep:
 
     @cached_property
     def costs(self) -> IntervalCosts:
-        return IntervalCosts(Places(self.trace, gradient_sums(self.captured)))
+        nodes = {name: value for value, name in self.tensors.items()}
+        owners = {value: nodes[name] for name, value in self._gradients}
+        return IntervalCosts(Places(self.trace, gradient_sums(self.captured), owners))
 
     @cached_property
     def ops(self) -> list[str]:
@@ -66,9 +68,13 @@ class WholeStep:
     @cached_property
     def gradients(self) -> dict[str, str]:
         """Map each gradient, or each part of one that is a sum, to its parameter."""
+        return {part: name for name, value in self._gradients for part in self.costs.places.parts(value)}
+
+    @property
+    def _gradients(self) -> list[tuple[str, str]]:
+        """Return each parameter that gets a gradient, with the gradient."""
         roles = zip(self.captured.outputs, returned_values(self.captured.graph.graph), strict=True)
-        gradients = ((role.name, node.name) for role, node in roles if role.kind == "gradient")
-        return {part: name for name, value in gradients for part in self.costs.places.parts(value)}
+        return [(role.name, node.name) for role, node in roles if role.kind == "gradient"]
 
     @cached_property
     def input_gradients(self) -> dict[str, str]:

@@ -11,7 +11,8 @@ and gradients flow from later stages to earlier ones only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,10 +34,12 @@ class Places:
 
     Attributes:
         sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward.
+        owners: the parameter of each gradient. A stage that makes a gradient, or a part of it, has its parameter.
     """
 
     trace: Trace
     sums: frozenset[str] = field(default=frozenset())
+    owners: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -93,7 +96,21 @@ class Places:
     def cuts(self) -> tuple[int, ...]:
         """Return the forward ops before which the step may be cut: those that compute, but for a first one."""
         ops = [i for i, op in enumerate(self.trace.ops[: self.trace.boundary]) if computes(op)]
-        return tuple(i for i in ops[1:] if not any(first < i <= last for first, last in self._written))
+        spans = [*self._written, *self._gradients]
+        return tuple(i for i in ops[1:] if not any(first < i <= last for first, last in spans))
+
+    @cached_property
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Return, for each part of a gradient, its place and the nearest one that reads the parameter."""
+        index, spans = {op.name: i for i, op in enumerate(self.trace.ops)}, []
+        for value, parameter in self.owners.items():
+            (storage,) = self.trace.op[parameter].holds
+            reads = [*itertools.chain(*self.uses.get(storage, ((), ())))]
+            for part in self.parts(value) if reads else ():
+                made = int(self.place[index[self.maker[part]]])
+                nearest = min(reads, key=lambda read: abs(read - made))
+                spans.append((min(made, nearest), max(made, nearest)))
+        return spans
 
     @cached_property
     def _written(self) -> list[tuple[int, int]]:
