@@ -6,8 +6,8 @@ chunks=0 on rank 1    ->    ValueError on rank 1, AgreementError on the others
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from .state.stage_tensors import all_tensors
 SUBJECT = "the arguments of the pipeline"
 AUTO = "auto"
 CHECKPOINTS = ("auto", "always", "except_last", "never")
+FUNCTIONS = {
+    "loss": "a function of the model's result, and of target= if a step has one",
+    "optimizer": "a function that makes one from parameters, as torch.optim.AdamW or a functools.partial of it",
+}
 Budget = str | int | float | None
 Budgets = Budget | list[Budget] | tuple[Budget, ...]
 
@@ -86,7 +90,7 @@ class PipelineArguments:
 
 @dataclass(frozen=True)
 class GivenArguments:
-    """The arguments of a pipeline as they were given."""
+    """The arguments of a pipeline as they were given; `functions` are those that it calls, or None."""
 
     budget: Budgets
     chunks: int
@@ -96,6 +100,7 @@ class GivenArguments:
     checkpoint: str
     deferred_batch_norm: bool
     replicated: Sequence[str | int]
+    functions: Mapping[str, object] = field(repr=False)
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
         """Return the arguments, which are the same on all ranks.
@@ -120,6 +125,9 @@ class GivenArguments:
     def _parsed(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        for name, function in self.functions.items():
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is a {type(function).__name__}; give {FUNCTIONS[name]}")
         for name, number in (("chunks", self.chunks), ("stages_per_rank", self.stages_per_rank)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r}; give an integer of at least 1")
@@ -156,6 +164,8 @@ class GivenArguments:
         nbytes = tuple(budget_nbytes(each, device) for each in budgets)
         begins = None if self.balance is None else tuple(self.balance)
         replicated = (self.replicated,) if isinstance(self.replicated, str | int) else tuple(self.replicated)
+        if wrong := [each for each in replicated if not isinstance(each, str | int)]:
+            raise TypeError(f"replicated has {wrong[0]!r}; give names or positions of arguments")
         return PipelineArguments(
             nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint, replicated
         )

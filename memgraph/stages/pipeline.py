@@ -91,8 +91,9 @@ def pipeline(
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(schedule)
     arguments = GivenArguments(
-        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated
-    )
+        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated,
+        {"loss": loss, "optimizer": optimizer},
+    )  # fmt: skip
     given = arguments.checked(stages, model)
     if deferred_batch_norm:
         defer_batch_norm(model)

@@ -116,3 +116,16 @@ def test_a_balance_of_another_length_is_refused() -> None:
 def test_what_can_not_be_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         memgraph.pipeline(nn.Linear(2, 2), "1GB", **given)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], 0.1)}, "optimizer is a SGD; give a function"),
+        ({"loss": torch.ones(1)}, "loss is a Tensor; give a function"),
+        ({"replicated": [1.5]}, "replicated has 1.5"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        memgraph.pipeline(nn.Linear(2, 2), "1GB", **given)
