@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from memgraph.planning import plan_cache
 from memgraph.system import garbage
+
+with torch.device("meta"):
+    torch.empty(0)  # torch lists its factories at the first such call, and transformers replaces some for a while
 
 pytest_plugins = ["tests.support.fixtures"]
 
