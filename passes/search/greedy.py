@@ -86,6 +86,7 @@ class PlacementChange:
     Attributes:
         us: the time that it adds to the step.
         tier_nbytes: the bytes that it takes of the tier.
+        is_staged: True if its copies take staging: an update reads offloaded states in windows instead.
     """
 
     storage: str
@@ -93,6 +94,7 @@ class PlacementChange:
     nbytes: int
     us: float
     tier_nbytes: int = 0
+    is_staged: bool = False
 
     @property
     def price(self) -> float:
@@ -112,6 +114,8 @@ def _way_down(
         tier = {s: offloaded_nbytes(gaps, machine, s, each) for s, each in placements.items() if each in COPIED}
         room = machine.link.capacity - sum(tier.values())
         nbytes = int(movable * (GRAIN if fine > 0 else COARSE))
+        if not candidate.forecast.staging:
+            changes = _worth_staging(changes, machine.link.staging)
         candidate = make_candidate(gaps, machine, placements | _cheapest(changes, nbytes, tier, room))
         simulated = len(candidate.forecast.trace.ops)
         ops, fine = ops - simulated, fine - simulated
@@ -120,6 +124,13 @@ def _way_down(
             lowest = candidate
     if candidate.peak == lowest.peak:
         yield lowest, candidate  # without movable storages at its peak it shows best what needs the bytes
+
+
+def _worth_staging(changes: list[PlacementChange], staging: int) -> list[PlacementChange]:
+    """Leave out changes that need staging, if all of them free no more than it takes, and others are left."""
+    unstaged = [change for change in changes if not change.is_staged]
+    staged = {change.storage: change.nbytes for change in changes if change.is_staged}
+    return unstaged if unstaged and sum(staged.values()) <= staging else changes
 
 
 def _cheapest(changes: list[PlacementChange], nbytes: int, tier: Container[str], room: int) -> dict[str, Placement]:
@@ -229,7 +240,9 @@ class ChangeCosts:
         placement = self.states[storage]
         fits = SMALLEST_STREAMED <= life.nbytes <= self.room
         if placement is Placement.KEEP and self.machine.link.works and fits:
-            yield PlacementChange(storage, Placement.OFFLOAD, life.nbytes, self._state_us(storage), life.nbytes)
+            is_staged = self.gaps.trace.op[value].fn != "state"
+            us = self._state_us(storage)
+            yield PlacementChange(storage, Placement.OFFLOAD, life.nbytes, us, life.nbytes, is_staged)
         elif placement in BLOCKING_STATE and life.nbytes and life.first < self.forecast.peak_index < life.last:
             yield self._offload(storage, BLOCKING_STATE[placement], life.nbytes)
 
@@ -268,7 +281,7 @@ class ChangeCosts:
         us = self._overlapped_us(copied) if new in OVERLAPPED else blocking_us
         if new in CAST and self.placements[storage] not in CAST:
             us += self.machine.cast.us(self.gaps.trace.nbytes[storage])
-        return PlacementChange(storage, new, nbytes, us, copied)
+        return PlacementChange(storage, new, nbytes, us, copied, is_staged=True)
 
     def _recompute(self, storage: str, new: Placement, nbytes: int) -> Iterator[PlacementChange]:
         """Yield the change that recomputes a storage, if it may be recomputed and that takes bytes from the peak."""

@@ -79,7 +79,7 @@ class Forecast:
             change[life.kind][life.last + 1] -= life.nbytes
         by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
         by_kind["workspace"] = _workspaces(self.trace, self.machine)
-        by_kind["staging"] = np.full(len(self.trace.ops), self._staging, dtype=np.int64)
+        by_kind["staging"] = np.full(len(self.trace.ops), self.staging, dtype=np.int64)
         return by_kind
 
     @cached_property
@@ -90,14 +90,15 @@ class Forecast:
             change[first] += made.nbytes
             change[last + 1] -= made.nbytes
         live: Ints = np.cumsum(np.array(change[:-1], dtype=np.int64))
-        return live + _workspaces(self.trace, self.machine) + self._staging
+        return live + _workspaces(self.trace, self.machine) + self.staging
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
         return tuple(spans(self.trace))
 
     @property
-    def _staging(self) -> int:
+    def staging(self) -> int:
+        """Return the bytes that copies are staged in: 0 if there are none."""
         return self.machine.link.staging if any(copy.queue != "net" for copy in self.copies) else 0
 
     @cached_property

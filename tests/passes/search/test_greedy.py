@@ -16,6 +16,7 @@ from passes import (
     Offload,
     PlanResult,
     Recompute,
+    Streaming,
     Trace,
     apply,
     check,
@@ -312,3 +313,67 @@ def test_the_plan_does_not_depend_on_the_order_of_sets() -> None:
     steps = [decoded([(dice.randbytes(10), dice.randbytes(10)) for _ in range(40)]) for _ in range(4)]
     here = printed(PLAN_EACH, steps)
     assert here.count("recompute") > 10 and here.count("offload") > 1
+
+
+# Its states are updated in windows, without staging; that of its parameters takes more than they are.
+UPDATED = parse("""
+    forward:
+    state_0 = state()  # u8[262144] | makes state_0:262144
+    state_1 = state()  # u8[262144] | makes state_1:262144
+    state = state()  # makes state:2064
+    a_weight = parameter()  # f32[256, 256] | makes a_weight:262144
+    a_bias = parameter()  # f32[256] | makes a_bias:1024
+    b_weight = parameter()  # f32[256, 256] | makes b_weight:262144
+    b_bias = parameter()  # f32[256] | makes b_bias:1024
+    input_0 = input()  # f32[8, 256] | makes input_0:8192
+    tangent_0 = tangent()  # f32[] | makes tangent_0:4
+    t = t.default(a_weight)  # f32[256, 256] | holds a_weight
+    addmm = addmm.default(a_bias, input_0, t)  # f32[8, 256] | makes addmm:8192 | 110.8 us
+    gelu = gelu.default(addmm)  # f32[8, 256] | makes gelu:8192 | 93.3 us
+    t_1 = t.default(b_weight)  # f32[256, 256] | holds b_weight
+    addmm_1 = addmm.default(b_bias, gelu, t_1)  # f32[8, 256] | makes addmm_1:8192 | 110.8 us
+    gelu_1 = gelu.default(addmm_1)  # f32[8, 256] | makes gelu_1:8192 | 93.3 us
+    pow_1 = pow.Tensor_Scalar(gelu_1)  # f32[8, 256] | makes pow_1:8192 | 120.1 us
+    mean = mean.default(pow_1)  # f32[] | makes mean:4 | 147.8 us | workspace 12
+    backward:
+    expand = expand.default(tangent_0)  # f32[8, 256] | holds tangent_0
+    div = div.Scalar(expand)  # f32[8, 256] | makes div:8192 | 80.6 us | workspace 12
+    pow_2 = pow.Tensor_Scalar(gelu_1)  # f32[8, 256] | makes pow_2:8192 | 63.3 us
+    mul = mul.Scalar(pow_2)  # f32[8, 256] | makes mul:8192 | 78.9 us | workspace 12
+    mul_1 = mul.Tensor(div, mul)  # f32[8, 256] | makes mul_1:8192 | 53.2 us
+    gelu_backward = gelu_backward.default(mul_1, addmm_1)  # f32[8, 256] | makes gelu_backward:8192 | 177.1 us
+    mm = mm.default(gelu_backward, b_weight)  # f32[8, 256] | makes mm:8192 | 107.4 us
+    t_3 = t.default(gelu_backward)  # f32[256, 8] | holds gelu_backward
+    mm_1 = mm.default(t_3, gelu)  # f32[256, 256] | makes mm_1:262144 | 104.8 us
+    update:
+    b_weight_update = Adagrad.step(state_1, b_weight, mm_1)  # 7669.7 us | workspace 262156 | once
+    backward:
+    sum_1 = sum.dim_IntList(gelu_backward)  # f32[1, 256] | makes sum_1:1024 | 50.9 us
+    view = view.default(sum_1)  # f32[256] | holds sum_1
+    update:
+    b_bias_update = Adagrad.step(state, b_bias, view)  # 556.3 us | workspace 1036 | once
+    backward:
+    gelu_backward_1 = gelu_backward.default(mm, addmm)  # f32[8, 256] | makes gelu_backward_1:8192 | 177.1 us
+    t_6 = t.default(gelu_backward_1)  # f32[256, 8] | holds gelu_backward_1
+    mm_2 = mm.default(t_6, input_0)  # f32[256, 256] | makes mm_2:262144 | 104.8 us
+    update:
+    a_weight_update = Adagrad.step(state_0, a_weight, mm_2)  # 7669.7 us | workspace 262156 | once
+    backward:
+    sum_2 = sum.dim_IntList(gelu_backward_1)  # f32[1, 256] | makes sum_2:1024 | 50.9 us
+    view_1 = view.default(sum_2)  # f32[256] | holds sum_2
+    update:
+    a_bias_update = Adagrad.step(state, a_bias, view_1)  # 556.3 us | workspace 1036 | once
+    return output mean
+""")
+
+
+RATES = (1.0, 10.0, 100.0, 1000.0, 10_000.0)
+
+
+@given(out=st.sampled_from(RATES), back=st.sampled_from(RATES), call_us=st.floats(0.0, 1e4))
+def test_no_rate_of_the_tier_hides_what_is_freed_without_staging(out: float, back: float, call_us: float) -> None:
+    link = Link(out=out, back=back, call_us=call_us, staging=1 << 20, half_duplex=True)
+    machine = Machine(0, link=link, streaming=Streaming(enabled=True, window=140_000))
+    lowest = predict(apply(UPDATED, greedy_plan(UPDATED, machine)), machine)
+    assert not lowest.staging
+    assert lowest.peak < predict(UPDATED, machine).peak - 200_000
