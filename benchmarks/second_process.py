@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.phases import Phases
 
 PHASES = {  # function that takes the time -> what it does; the rest counts for the function that calls it
-    ("memgraph.planning.step_graph", "captured_call"): "capture",
+    ("memgraph.planning.capture_step", "captured_call"): "capture",
     ("memgraph.capture.trace_call", "find_capture"): "capture: rehearsed and read",
     ("memgraph.planning.pricing.Pricing", "__call__"): "price",
     ("memgraph.planning.search.PlanSearch", "__call__"): "plan",

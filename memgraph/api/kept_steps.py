@@ -25,8 +25,8 @@ from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
 from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
+from ..planning.lengths.size_keys import SizeKeys
 from ..planning.planner import Planner
-from ..planning.size_keys import SizeKeys
 from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
 from ..report.tables import mb
 from ..runtime.step import Step
@@ -171,7 +171,6 @@ class KeptSteps:
 
 def _weight(step: Step) -> int:
     """Return the nodes that a step counts for; more, if it holds memory or slots in a tier."""
-    halves = step.parts.halves.forward, step.parts.halves.backward
-    nodes = LEAST + sum(len(half.graph.nodes) for half in halves if half is not None)
+    nodes = LEAST + len(step.report.forecast.trace.ops)
     resources = step.parts.tier, step.parts.state_slots, step.cuda_graphs
     return nodes if all(resource is None for resource in resources) else max(nodes, NODES // PLANS)

@@ -8,12 +8,12 @@ One line per node. Storages are read off the fake tensors, so a view holds what 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from passes import Op, Storage, Trace
 from passes.ir.machine import CAST_WORKSPACE
@@ -124,7 +124,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         recomputes=node.meta.get("again", ""),
         microbatch=node.meta.get("part", 0),
         slice=node.meta.get("slice", 0),
-        type=", ".join(map(_type, values)),
+        type=", ".join(describe_type(value.dtype, value.shape) for value in values),
         where=node.meta.get("where", ""),
     )
 
@@ -142,8 +142,9 @@ def _fn(node: fx.Node) -> str:
     return str(node.target) if runtime_op is None else f"memgraph.{runtime_op.__name__}"
 
 
-def _type(value: Tensor) -> str:
-    return f"{SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+def describe_type(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Return the text of a tensor's type."""
+    return f"{SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
 
 
 def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:

@@ -2,15 +2,15 @@
 
 planner            the table of contents: capture, price, plan, rewrite, assemble
 float_keys         find the step that fits a call with other floats
-size_keys          find the capture that fits a call with other lengths
 capture_cache      captures of dropped steps, for calls that come again
 target             the device of a module, its budget and its tier
 optimizer_state    the changes that an optimizer makes to a step; here for no optimizer
 optimizers         the same for an optimizer that is counted, fused or sharded
 ranks              the ranks that plan together, or a rank alone
-step_graph         a call -> the graph of its step
+step_graph         the graph of a call's step
+capture_step       a call -> the graph of its step
+lengths            steps of many lengths from one with symbols
 pricing            the graph -> its trace with prices, and the machine
-nearby_times       times of ops, scaled from a step of another length
 search             trace and machine -> a plan
 plan_cache         plans that were found before
 accumulated_step   a plan of the step that adds to gradients

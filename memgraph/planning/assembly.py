@@ -14,11 +14,12 @@ from torch import fx, nn
 from passes import Machine, PlanResult, Stream
 
 from ..graph.host_draws import draws_on_host
-from ..graph.partition import partition
+from ..graph.partition import Partition, partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates
 from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_parameters
 from ..options.compile_options import CompileOptions
+from ..profile.page_faults import page_faults_us
 from ..report.report import Report
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
@@ -39,6 +40,12 @@ class AssembledStep:
     report: Report
     lowering: NotLowered
 
+    def stated(self) -> Report:
+        """Return the report at the prices of the lowered step, with the page faults to come."""
+        machine = self.report.machine
+        choice = self.lowering.restated(self.report.choice, machine)
+        return replace(self.report, choice=choice, pages_us=page_faults_us(choice.forecast, machine))
+
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
@@ -55,10 +62,14 @@ class Assembly:
             RecordingError: the step has to be recorded, and can't be.
             LoweringError: all segments have to be compiled, and one can't be.
         """
-        target, options, captured = step.target, self.options, step.captured
         trace = result.forecast.trace
+        halves = step.halves(trace)
+        if halves is not None:
+            return self._shared(step, machine, result, began, halves)
+        step = step.with_numbers()
+        target, options, captured = step.target, self.options, step.captured
         planned = rewrite(step.graph, trace)
-        profiler = partial(op_profiler, step.graph, self.module, target)
+        profiler = partial(op_profiler, step.inputs, self.module, target)
         lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers)
         graph, lowered_trace = lowering.lowered(machine)
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
@@ -84,6 +95,22 @@ class Assembly:
             draws_on_host=draws_on_host(captured.graph.graph),
         )
         return AssembledStep(parts, report, lowering)
+
+    def _shared(
+        self, step: StepGraph, machine: Machine, result: PlanResult, began: float, halves: Partition
+    ) -> AssembledStep:
+        """Return the parts of a step without slots in the tier, whose code it shares with other lengths."""
+        if result.plan and step.target.device.type == "cpu":
+            return_freed_memory()
+        counted, traced = self.options.optimizer is not None, step.traced
+        report = Report(machine, result, planned_us=(time.perf_counter() - began) * 1e6, counted=counted)
+        parts = replace(
+            StepParts.of(step.captured, halves, result.forecast.trace),
+            trained=step.trained.parameters,
+            generators=drawn_generators(traced.graph, step.target.device),
+            draws_on_host=draws_on_host(traced.graph.graph),
+        )
+        return AssembledStep(parts, report, NotLowered(step.graph, result.forecast.trace))
 
     def _recording(self, step: StepGraph, graph: fx.Graph, result: PlanResult, budget: int) -> Recording:
         if step.target.recorder is None:

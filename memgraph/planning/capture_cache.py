@@ -7,14 +7,16 @@ the same call comes      ->   it is priced, planned and partitioned, but not tra
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from passes import Plan, Trace
 
+from ..capture.sizes.later_graph import LaterGraph
 from ..graph.captured import Captured
 from ..runtime.step import Step
+from .lengths.general_steps import GeneralSteps
 
 NODES = 10_000  # of all graphs that are kept
 
@@ -38,17 +40,19 @@ class EarlierCapture:
 
 @dataclass(frozen=True, eq=False)
 class KnownLength:
-    """The capture of a call, made from one of another length; stands where a call is captured.
+    """The capture with symbols that serves a call; stands where a call is captured.
 
     Attributes:
+        lengths: by symbol, in this call.
         nearby: the priced trace of the same ops with another length.
     """
 
-    captured: Captured
+    general: GeneralSteps
+    lengths: Sequence[int]
     nearby: Trace | None
 
     def __call__(self, *call: Any) -> Captured:
-        return self.captured
+        return self.general.capture.at(self.lengths)
 
 
 class CaptureCache:
@@ -61,7 +65,9 @@ class CaptureCache:
         return len(self._captures)
 
     def add(self, key: Hashable, captured: Captured) -> None:
-        """Keep a capture, and drop old ones beyond the limit."""
+        """Keep a capture, and drop old ones beyond the limit; one with symbols gives that of each length again."""
+        if isinstance(captured.graph, LaterGraph):
+            return
         self._captures.pop(key, None)
         self._captures[key] = captured
         while sum(len(kept.graph.graph.nodes) for kept in self._captures.values()) > NODES:

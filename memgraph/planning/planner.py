@@ -15,7 +15,6 @@ from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..errors import PlanError
 from ..options.compile_options import CompileOptions
-from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
@@ -23,6 +22,7 @@ from .accumulated_step import AccumulatedStep
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
+from .capture_step import capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
 from .pricing import Pricing
@@ -30,7 +30,7 @@ from .progress import Progress
 from .replan import Replanner
 from .scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_only
 from .search import PlanSearch
-from .step_graph import Call, CallCapture, StepGraph, capture_step
+from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
 
@@ -106,12 +106,20 @@ class Planner:
     ) -> Step | OtherOutputsDropped:
         began = time.perf_counter()
         graph = self._capture(call, progress, earlier)
+        try:
+            return self._planned_graph(call, graph, progress, earlier, began)
+        except LayoutsDiffer:
+            return self._planned_graph(call, graph.with_numbers(), progress, earlier, began)
+
+    def _planned_graph(
+        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
+    ) -> Step | OtherOutputsDropped:
         refuse_value_run(call, graph)
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
         progress.bound(until)
         pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
-        for_scalars = with_scalars_only(call, graph.captured)
+        for_scalars = with_scalars_only(call, graph.traced)
         search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
         later = LaterStep(graph, pricing, search)
         trace, machine = pricing(graph)
@@ -145,9 +153,7 @@ class Planner:
         assembled = self.assemble(graph, machine, result, began)
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
-        stated = assembled.lowering.restated(result, machine)
-        pages_us = page_faults_us(stated.forecast, machine)
-        report = replace(assembled.report, choice=stated, adding=accumulated.needed, pages_us=pages_us)
+        report = replace(assembled.stated(), adding=accumulated.needed)
         assemble = partial(self.assemble, replace(graph, later=None))
         replan = Replanner(self.options, assemble, result.captured.trace, assembled.lowering, self.state.update)
         # Ranks measure different times, and would choose different plans.

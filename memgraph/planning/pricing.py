@@ -6,6 +6,7 @@ mm: 512 x 512   ->   mm  # 10 us, workspace 4096          links   ->   Machine(b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -15,18 +16,15 @@ from passes.concurrent_forwards import unplanned_nbytes
 from passes.cuda_graph_memory import add_recording_memory
 from passes.order.comm_order import place_collectives
 
-from ..graph.rewrite import fake_mode
-from ..graph.summarize import summarize
 from ..options.compile_options import CompileOptions
-from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
 from ..profile.op_profiler import OpProfiler, kernel_modes_text, room_nbytes
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
+from .lengths.nearby_times import scaled_times
 from .lowering import lowering_of
-from .nearby_times import scaled_times
 from .optimizer_state import OptimizerState
 from .progress import Progress
 from .step_graph import StepGraph
@@ -50,10 +48,14 @@ class Pricing:
     nearby: Trace | None = None
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
-        """Return the priced trace and the machine; ranks that plan together get the same."""
+        """Return the priced trace and the machine; ranks that plan together get the same.
+
+        Raises:
+            LayoutsDiffer: a step made of one with symbols has to be made of its own graph.
+        """
         target, ranks = step.target, step.ranks
         machine = Machine(ranks.least_budget(target.budget), str(target.device))
-        plain_nbytes = self._plain_nbytes(summarize(step.graph), machine)
+        plain_nbytes = self._plain_nbytes(step.summarize(), machine)
         if target.device.type == "cpu" and plain_nbytes > target.budget:
             return_freed_memory()  # so that ops are timed as in a step that needs a plan
         machine = ranks.with_network(machine)
@@ -62,7 +64,7 @@ class Pricing:
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
             times = plain_nbytes > machine.budget or step.lowers or ranks.plan_together
             times = times and not self._scales(step)
-            profiler = op_profiler(step.graph, self.module, target, self.until, times, self.progress)
+            profiler = op_profiler(step.inputs, self.module, target, self.until, times, self.progress)
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
         if self._plain_nbytes(trace, machine) > machine.budget:
@@ -74,12 +76,11 @@ class Pricing:
 
     def _trace(self, step: StepGraph, machine: Machine, profiler: OpProfiler) -> Trace:
         """Return the step as it is without a plan, with prices, workspaces and optimizer state."""
-        graph = step.graph
-        self.progress.phase("pricing ops", len(graph.nodes))
-        apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
-        trace = place_collectives(summarize(graph, profiler), not machine.network.overlaps_comm)
+        self.progress.phase("pricing ops", len(step.graph.nodes))
+        step.correct_layouts(profiler.layouts)
+        trace = place_collectives(step.summarize(profiler), not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
-        trace = self.state.add_update(trace, graph, step.trained)
+        trace = self.state.add_update(trace, step.graph, step.trained)
         if self.options.cuda_graphs is True:
             trace = add_recording_memory(trace)
         if step.ranks.plan_together or self.options.plans:
@@ -97,7 +98,7 @@ class Pricing:
         if self._scales(step) and self.nearby is not None:
             trace = scaled_times(trace, self.nearby)
         elif not profiler.times:
-            trace = profiler.timed(trace, step.graph)
+            trace = profiler.timed(trace, step.summarize)
         lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
         trace, target, options = lowering.shared(), step.target, self.options
         with step.ranks.reporting_errors():
@@ -110,11 +111,11 @@ class Pricing:
 
 
 def op_profiler(
-    graph: fx.Graph, module: nn.Module, target: Target, until: float = math.inf, times: bool = True,
+    inputs: Iterable[fx.Node], module: nn.Module, target: Target, until: float = math.inf, times: bool = True,
     progress: Progress | None = None,
 ) -> OpProfiler:  # fmt: skip
-    """Return a profiler that takes at most half of the device's free memory."""
-    room = room_nbytes(graph, module, target.budget)
+    """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
+    room = room_nbytes(inputs, module, target.budget)
     counted = progress.done if progress is not None else int
     modes = kernel_modes_text()
     return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)

@@ -1,43 +1,42 @@
-"""A module's call -> the graph of its step, with updates and collectives, that is priced and planned.
+"""The graph of a call's step, with updates and collectives, that is priced and planned.
 
-model(x)                        ->   forward, backward
-gradients exist                 ->   backward adds to them
-fuse_update, sharded optimizer  ->   updates and collectives between the ops
+of its own                 ->   forward, backward; or a backward that adds to gradients that exist
+of one with symbols        ->   the text of its lengths, and code that other lengths run too
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from passes import Trace
 
-from ..capture.capture import capture
-from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
-from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
+from ..graph.accumulate_grads import accumulate_grads
 from ..graph.captured import Captured
-from ..graph.gradient_sums import with_sums_in_place
-from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
-from ..microbatch.check_independence import require_row_independence
+from ..graph.partition import Partition
+from ..graph.result_layout import ResultLayout
+from ..graph.rewrite import fake_mode
+from ..graph.summarize import Price, summarize, zero_cost
+from ..guards.signature import has_gradients, parameters_with_grad_hooks
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
-from ..profile.memory_meter import measure_peak
-from ..system.device import unused_nbytes
-from ..system.locks import capturing
+from ..profile.correct_fakes import apply_profiled_layouts
 from ..tensors.loss_outputs import OutputSelector
 from .capture_cache import KnownLength
-from .optimizer_state import OptimizerState
+from .lengths.general_graph import GraphAtLength
 from .ranks import Ranks
 from .target import Target
 
 CallCapture = FloatCapture | SizeCapture | KnownLength
+
+
+class LayoutsDiffer(Exception):
+    """Results of ops have other layouts than their fakes, in a graph with symbols."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +67,12 @@ class StepGraph:
     """The graph of a call's step.
 
     Attributes:
-        graph: forward, backward, and what was inserted; the captured graph, or one that adds to gradients.
+        graph: forward, backward, and what was inserted; the captured graph, or one that adds to gradients. Where the
+            step is `at_length`, sizes in it are symbols.
         lowers: ops are compiled with Inductor.
         later: of the same call when gradients exist, if that is another graph and such a call may come.
+        at_length: of one with symbols, if the step is made of that.
+        numbered: makes the same step of a graph of its own.
     """
 
     target: Target
@@ -80,72 +82,53 @@ class StepGraph:
     ranks: Ranks
     lowers: bool
     later: StepGraph | None = None
+    at_length: GraphAtLength | None = None
+    numbered: Callable[[], StepGraph] | None = None
+
+    @property
+    def traced(self) -> Captured:
+        """The capture as it was traced, maybe with symbols for lengths."""
+        return self.captured if self.at_length is None else self.at_length.general.captured
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return self.graph.find_nodes(op="placeholder") if self.at_length is None else self.at_length.inputs
+
+    def summarize(self, price: Price = zero_cost) -> Trace:
+        """Return the text of the step."""
+        return summarize(self.graph, price) if self.at_length is None else self.at_length.summarize(price)
+
+    def correct_layouts(self, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]) -> None:
+        """Correct fake values where real ops return another layout.
+
+        Raises:
+            LayoutsDiffer: they do, and the graph has symbols.
+        """
+        if self.at_length is None:
+            apply_profiled_layouts(self.graph, fake_mode(self.graph), layouts)
+        elif not self.at_length.has_layouts(layouts):
+            raise LayoutsDiffer
+
+    def halves(self, applied: Trace) -> Partition | None:
+        """Return both halves that run a text of the step, if they are those of other lengths."""
+        return None if self.at_length is None else self.at_length.halves(applied)
+
+    def with_numbers(self) -> StepGraph:
+        """Return the same step with a graph of its own."""
+        return self if self.numbered is None else self.numbered()
 
 
-def capture_step(
-    call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None
-) -> StepGraph:
-    """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
-
-    Raises:
-        CaptureError: the call can't be captured.
-    """
-    module = call.module
-    with state.announcing_failure():
-        where = target()
-        refuse_hooks(module)
-        state.before_capture()
-        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
-        captured, trained = state.insert_ops(captured, state.trained(captured))
-    ranks = state.ranks(trained, where.device)
-    ranks.check_new_step()
-    lowers = where.lowers and not state.has_other_ranks  # ranks would each find other segments worth it
-
-    def step(graph: fx.Graph, later: StepGraph | None = None) -> StepGraph:
-        graph = graph if lowers else with_sums_in_place(graph)  # Inductor may fuse sums with the ops around them
-        return StepGraph(where, captured, graph, trained, ranks, lowers, later)
-
+def graphs_of(
+    captured: Captured, module: nn.Module, options: CompileOptions, trained: TrainedParameters
+) -> tuple[fx.Graph, fx.Graph | None]:
+    """Return the graph of a captured call, and that of the same call when gradients exist."""
     if options.accumulate or has_gradients(module.parameters()):
-        return step(_accumulating(captured, module, options))
+        return _accumulating(captured, module, options), None
     is_only = options.accumulate is False or not trained.parameters or trained.updates
-    return step(captured.graph.graph, None if is_only else step(_accumulating(captured, module, options)))
+    return captured.graph.graph, None if is_only else _accumulating(captured, module, options)
 
 
 def _accumulating(captured: Captured, module: nn.Module, options: CompileOptions) -> fx.Graph:
     """Return the graph that adds to gradients, except those that autograd adds: of several open forwards, all."""
     by_autograd = parameters_with_grad_hooks(module) if options.forwards == 1 else dict(module.named_parameters())
     return accumulate_grads(captured, by_autograd)
-
-
-def captured_call(call: Call, device: torch.device) -> Captured:
-    """Capture a call.
-
-    Raises:
-        CaptureError: it can't be captured, or its tensors are on several devices.
-    """
-    module, args, kwargs = call.module, call.args, call.kwargs
-    try:
-        with capturing(module):
-            require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = _general(call) or capture(
-                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
-                measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
-            )  # fmt: skip
-    except RuntimeError as error:
-        if not is_device_mismatch(error):
-            raise
-        raise device_mismatch(error, args, kwargs, device) from error
-    mark_hooked_grads(captured, parameters_read_after_backward(module))
-    return captured
-
-
-def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
-    """Call a function, and return the peak bytes that it allocated; 0 if the caller runs a profiler."""
-    _, allocated = measure_peak(run, device)
-    return allocated.peak if allocated is not None else 0
-
-
-def _general(call: Call) -> Captured | None:
-    if call.general is None:
-        return None
-    return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
 from ..graph.opaque_ops import is_opaque, opaque_cost
 from ..graph.result_layout import ResultLayout, layout_in_storage
-from ..graph.summarize import Cost, summarize
+from ..graph.summarize import Cost, Price
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
 from ..system.device import keeping_freed_memory, release_cached, returns_freed_memory
@@ -93,11 +93,11 @@ class OpProfiler:
         """Return the layouts of an op's results; None if they are unknown."""
         return None if is_view(node) else self._op_cost(node).layouts
 
-    def timed(self, trace: Trace, graph: fx.Graph) -> Trace:
+    def timed(self, trace: Trace, summarized: Callable[[Price], Trace]) -> Trace:
         """Time the ops again that were timed by a single run, and return the trace with these times."""
-        before = {op.name: op.us for op in summarize(graph, self).ops}
+        before = {op.name: op.us for op in summarized(self).ops}
         self.times = True
-        after = {op.name: op.us for op in summarize(graph, self).ops}
+        after = {op.name: op.us for op in summarized(self).ops}
         ops = (replace(op, us=after[op.name]) if op.us == before.get(op.name) else op for op in trace.ops)
         return replace(trace, ops=tuple(ops))
 
@@ -150,10 +150,10 @@ class OpProfiler:
         return max(1, min(REPEATS, (self.room - _nbytes(node)) // results))
 
 
-def room_nbytes(graph: fx.Graph, module: nn.Module, budget: int) -> int:
+def room_nbytes(inputs: Iterable[fx.Node], module: nn.Module, budget: int) -> int:
     """Return the bytes that a budget leaves beside the module and the other inputs of the step."""
-    inputs = [node for node in graph.find_nodes(op="placeholder") if node.meta["kind"] not in ("parameter", "buffer")]
-    rest = resident_bytes(value for node in inputs for value in tensors(node))
+    others = [node for node in inputs if node.meta["kind"] not in ("parameter", "buffer")]
+    rest = resident_bytes(value for node in others for value in tensors(node))
     return budget - rest - resident_bytes([*module.parameters(), *module.buffers()])
 
 

@@ -112,7 +112,6 @@ class Clock:
 
 def timing_ops(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
     """Compile the half's code with a call of `note` after each op, when its dead operands are freed."""
-    code = half.graph.python_code("self")
-    scope = {**code.globals, "memgraph_note": note}
-    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), scope)
+    scope = {**half.forward.__globals__, "memgraph_note": note}
+    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", half.code), scope)
     return scope["forward"]

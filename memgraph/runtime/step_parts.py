@@ -81,7 +81,7 @@ class StepParts:
     @classmethod
     def of(cls, captured: Captured, halves: Partition, trace: Trace, tier: Tier | None = None) -> StepParts:
         """Return the parts of a step that runs `trace`; `replace` adds the optional ones."""
-        update_ops = updated_parameters(halves.backward.graph) if halves.backward is not None else {}
+        update_ops = updated_parameters(halves.backward.graph) if halves.backward and captured.updates else {}
         added_nbytes = [op.nbytes for op in trace.ops if op.fn == "gradient"]
         return cls(captured, halves, TensorRoles.of(captured, added_nbytes, update_ops.values()), update_ops, tier)
 

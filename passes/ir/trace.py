@@ -94,6 +94,13 @@ class Op:
             self.on_host, recomputes, self.microbatch, self.slice, self.type, self.where,
         )  # fmt: skip
 
+    def priced(self, makes: tuple[Storage, ...], type: str, us: float, workspace: int) -> Op:
+        """Return the op with other sizes and prices; as `rewritten`, for time."""
+        return Op(
+            self.name, self.fn, self.reads, makes, self.holds, self.phase, us, workspace, self.draws, self.once,
+            self.offloaded, self.on_host, self.recomputes, self.microbatch, self.slice, type, self.where,
+        )  # fmt: skip
+
     def __str__(self) -> str:
         notes = [self.type]
         if self.makes:

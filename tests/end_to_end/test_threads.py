@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.capture.sizes import size_capture
-from memgraph.planning import step_graph
+from memgraph.planning import capture_step
 from memgraph.system.locks import PLANNING_LOCK, capturing
 
 ROOM = "1GB"
@@ -86,7 +86,7 @@ def test_a_planned_call_waits_while_another_thread_captures_the_module(monkeypat
         module[0][0].weight = kept  # type: ignore[index]
         return capture(*args, **kwargs)
 
-    for owner in (step_graph, size_capture):
+    for owner in (capture_step, size_capture):
         monkeypatch.setattr(owner, "capture", slow)
 
     def second() -> tuple[Any, Any]:

@@ -2,13 +2,15 @@
 
 view(x, [8 * s])  of x: 8 x s    ->   view(x, [800])  of x: 8 x 100
 
-Numbers are put in the place of symbols, in arguments and in fake values; nothing is traced or run.
+Numbers are put in the place of symbols, in arguments and in fake values; nothing is traced or run. The graph is made
+when it is first read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,31 +23,45 @@ from ...graph.captured import Captured, Ref, View
 from ...graph.nodes import fake_result, is_lazy
 from ...tensors.traced_size import SizeArgument, SizeTrace, has_sizes
 from ..constant_fake_mode import ConstantFakeMode
+from .later_graph import LaterGraph
 
 Number = Callable[[Any], int]
 
 
 def at_lengths(general: Captured, trace: SizeTrace, lengths: Sequence[int]) -> Captured:
     """Return a captured call with these lengths, for which the trace has to hold."""
-    number, mode = trace.at(lengths), ConstantFakeMode()
-    values = _Values(number, mode)
+    number = trace.at(lengths)
+    graph = LaterGraph(general.graph, partial(graph_at, general.graph.graph, number))
+    return replace(general, graph=graph, leaves=tuple(_leaf(leaf, number) for leaf in general.leaves))
+
+
+def graph_at(general: fx.Graph, number: Number) -> fx.Graph:
+    """Return a graph with numbers in the place of symbols."""
+    values = SizedValues(number)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in general.graph.graph.nodes:
-        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        if has_sizes(node):
-            copy.args, copy.kwargs = pytree.tree_map_only(SizeArgument, number, (copy.args, copy.kwargs))
-        copy.meta = dict(node.meta)
-        if "val" in node.meta:
-            copy.meta["val"] = fake_result(copy, mode) if is_lazy(node) else values.at(node.meta["val"])
-    leaves = tuple(_leaf(leaf, number) for leaf in general.leaves)
-    return replace(general, graph=fx.GraphModule(general.graph, graph), leaves=leaves)
+    graph.set_codegen(type(general._codegen)())
+    for node in general.nodes:
+        copies[node] = copy_at(node, graph, copies, values)
+    return graph
 
 
-class _Values:
+def copy_at(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node], values: SizedValues) -> fx.Node:
+    """Append the copy of a node with numbers to a graph."""
+    copy = graph.node_copy(node, copies.__getitem__)
+    if has_sizes(node):
+        copy.args, copy.kwargs = pytree.tree_map_only(SizeArgument, values.number, (copy.args, copy.kwargs))
+    copy.meta = dict(node.meta)
+    if "val" in node.meta:
+        is_computed = is_lazy(node) and node.op == "call_function"
+        copy.meta["val"] = fake_result(copy, values.mode) if is_computed else values.at(node.meta["val"])
+    return copy
+
+
+class SizedValues:
     """Fake values with numbers in place of symbols; those that share a storage still do."""
 
-    def __init__(self, number: Number, mode: ConstantFakeMode) -> None:
-        self.number, self.mode = number, mode
+    def __init__(self, number: Number) -> None:
+        self.number, self.mode = number, ConstantFakeMode()
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def at(self, value: Any) -> Any:

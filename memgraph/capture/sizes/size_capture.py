@@ -34,10 +34,8 @@ class GeneralCapture:
     captured: Captured
     trace: SizeTrace
 
-    def at(self, lengths: Sequence[int]) -> Captured | None:
-        """Return the capture of a call with these lengths; None if it has to be traced."""
-        if not self.trace.holds(lengths):
-            return None
+    def at(self, lengths: Sequence[int]) -> Captured:
+        """Return the capture of a call with these lengths, for which the trace has to hold."""
         with forgotten_sources():
             return at_lengths(self.captured, self.trace, lengths)
 
@@ -69,10 +67,9 @@ class SizeCapture:
             if not general.trace.is_general:
                 self.reason = "the value of a length is needed"
                 return None
-            before = general.at(self.earlier_lengths)
-            if before is None:
+            if not general.trace.holds(self.earlier_lengths):
                 self.reason = "an earlier length takes another branch"
-            elif not is_same_capture(before, self.earlier):
+            elif not is_same_capture(general.at(self.earlier_lengths), self.earlier):
                 self.reason = "the graph differs by more than the length"
             else:
                 _take_names(captured.graph.graph, self.earlier.graph.graph)  # so that plans fit every length

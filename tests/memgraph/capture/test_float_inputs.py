@@ -21,7 +21,7 @@ import memgraph
 from memgraph.api import kept_steps
 from memgraph.capture.capture import capture
 from memgraph.capture.floats import float_capture
-from memgraph.planning import step_graph
+from memgraph.planning import capture_step
 from memgraph.runtime.step import Step
 
 BUDGET = 100_000_000
@@ -64,7 +64,7 @@ def captures() -> Iterator[list[str]]:
         said.append("inputs")
         return real(*args, **kwargs)
 
-    with mock.patch.object(step_graph, "capture", plainly), mock.patch.object(float_capture, "capture", openly):
+    with mock.patch.object(capture_step, "capture", plainly), mock.patch.object(float_capture, "capture", openly):
         yield said
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from passes import Trace
 
-from ..capture.sizes.size_capture import GeneralCapture, SizeCapture
-from ..capture.sizes.size_inputs import SizeInputs, SizePlace, dense_stride
-from ..graph.captured import Captured
-from ..guards.signature import ARGUMENTS
-from ..runtime.step import Step
-from ..tensors.traced_size import LEAST
-from .capture_cache import KnownLength
+from ...capture.sizes.size_capture import SizeCapture
+from ...capture.sizes.size_inputs import SizeInputs, SizePlace, dense_stride
+from ...graph.captured import Captured
+from ...guards.signature import ARGUMENTS
+from ...runtime.step import Step
+from ...tensors.traced_size import LEAST
+from ..capture_cache import KnownLength
+from .general_steps import GeneralSteps
 
 KEPT = 4  # general captures of one module
 FAILED_KINDS = 64  # kinds of calls that are remembered because their lengths have to be constants
@@ -35,7 +36,7 @@ class SizeKeys:
     """The lengths of one module's calls: those that are symbols of a capture, and those that can't be."""
 
     def __init__(self) -> None:
-        self._general: list[tuple[Key, Places, GeneralCapture]] = []  # the latest last
+        self._general: list[tuple[Key, Places, GeneralSteps]] = []  # the latest last
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
 
     def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> KnownLength | None:
@@ -48,11 +49,10 @@ class SizeKeys:
             lengths = _lengths(key, places)
             if lengths is None or _generalized(key, places) != general_key:
                 continue
-            captured = general.at(lengths)
-            if captured is not None:
+            if general.capture.trace.holds(lengths):
                 self._general.remove(entry)
                 self._general.append(entry)
-                return KnownLength(captured, _nearby(lengths, general_key, places, steps))
+                return KnownLength(general, lengths, _nearby(lengths, general_key, places, steps))
         return None
 
     def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:
@@ -74,7 +74,7 @@ class SizeKeys:
         """Keep what was captured for a call, and return True; or log why its lengths are constants."""
         general_key = _generalized(key, capture.inputs.places)
         if capture.general is not None:
-            self._general.append((general_key, capture.inputs.places, capture.general))
+            self._general.append((general_key, capture.inputs.places, GeneralSteps(capture.general)))
             del self._general[:-KEPT]
             return True
         self._failures[general_key] = self._failures.get(general_key, 0) + 1

@@ -1,0 +1,102 @@
+"""A module's call -> the graph of its step.
+
+model(x)                        ->   forward, backward
+gradients exist                 ->   backward adds to them
+fuse_update, sharded optimizer  ->   updates and collectives between the ops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from ..capture.capture import capture
+from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
+from ..graph.accumulate_grads import mark_hooked_grads
+from ..graph.captured import Captured
+from ..graph.gradient_sums import with_sums_in_place
+from ..guards.signature import parameters_read_after_backward
+from ..microbatch.check_independence import require_row_independence
+from ..options.compile_options import CompileOptions
+from ..profile.memory_meter import measure_peak
+from ..system.device import unused_nbytes
+from ..system.locks import capturing
+from .capture_cache import KnownLength
+from .lengths.step_at_length import step_at_length
+from .optimizer_state import OptimizerState
+from .step_graph import Call, StepGraph, graphs_of
+from .target import Target
+
+
+def capture_step(
+    call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None,
+    shares: bool = True,
+) -> StepGraph:  # fmt: skip
+    """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
+
+    If it `shares`, it may be made of a step with symbols for lengths.
+
+    Raises:
+        CaptureError: the call can't be captured.
+    """
+    module = call.module
+    with state.announcing_failure():
+        where = target()
+        refuse_hooks(module)
+        state.before_capture()
+        if known is None and shares and isinstance(call.general, KnownLength) and not where.lowers:
+            numbered = partial(capture_step, call, target, state, options, known, shares=False)
+            if made := step_at_length(call, call.general, where, state, options, numbered):
+                with capturing(module):
+                    require_row_independence(module, call.args, call.kwargs, unused_nbytes(where.device) // 2)
+                return made
+        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
+        captured, trained = state.insert_ops(captured, state.trained(captured))
+    ranks = state.ranks(trained, where.device)
+    ranks.check_new_step()
+    lowers = where.lowers and not state.has_other_ranks  # ranks would each find other segments worth it
+
+    def step(graph: fx.Graph, later: StepGraph | None = None) -> StepGraph:
+        graph = graph if lowers else with_sums_in_place(graph)  # Inductor may fuse sums with the ops around them
+        return StepGraph(where, captured, graph, trained, ranks, lowers, later)
+
+    first, later = graphs_of(captured, module, options, trained)
+    return step(first, None if later is None else step(later))
+
+
+def captured_call(call: Call, device: torch.device) -> Captured:
+    """Capture a call.
+
+    Raises:
+        CaptureError: it can't be captured, or its tensors are on several devices.
+    """
+    module, args, kwargs = call.module, call.args, call.kwargs
+    try:
+        with capturing(module):
+            require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
+            captured = _general(call) or capture(
+                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
+                measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
+            )  # fmt: skip
+    except RuntimeError as error:
+        if not is_device_mismatch(error):
+            raise
+        raise device_mismatch(error, args, kwargs, device) from error
+    mark_hooked_grads(captured, parameters_read_after_backward(module))
+    return captured
+
+
+def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
+    """Call a function, and return the peak bytes that it allocated; 0 if the caller runs a profiler."""
+    _, allocated = measure_peak(run, device)
+    return allocated.peak if allocated is not None else 0
+
+
+def _general(call: Call) -> Captured | None:
+    if call.general is None:
+        return None
+    return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)

@@ -1,0 +1,173 @@
+"""The graph of a step with symbols for lengths -> the text of one length, and the ops that are priced for it.
+
+mm = mm(x, w)  # f32[8*s, 64] | makes mm:2048*s      ->   mm = mm(x, w)  # f32[800, 64] | makes mm:204800
+12 layers, each with that mm                         ->   one op to run, with numbers
+
+Nothing is done per node but to print its line: equal ops have one price, and equal types one text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import SymInt, Tensor, fx
+from torch.fx.node import map_aggregate
+
+from passes import Op, Storage, Trace
+from passes.ir.ops import is_runtime, verb_of
+
+from ...capture.sizes.at_lengths import SizedValues, copy_at
+from ...graph.captured import Captured
+from ...graph.nodes import is_lazy, tensors
+from ...graph.partition import Partition
+from ...graph.result_layout import ResultLayout, layout_in_storage
+from ...graph.summarize import Cost, Price, describe_type, summarize, zero_cost
+from ...profile.op_profiler import is_view
+from ...system.device import block_nbytes
+from ...tensors.traced_size import SizeTrace, with_sizes
+from .general_code import GeneralCode
+
+CODES = 8  # of the latest plans of one graph
+RANDOM = ("rng_state", "swap_rng")  # memory ops that have no sizes
+
+
+@dataclass(frozen=True)
+class Line:
+    """One op of the text. Sizes are places in a table; `kind` is that of an op that is priced."""
+
+    op: Op
+    nbytes: tuple[int | SymInt, ...]
+    kind: str
+
+
+class GeneralGraph:
+    """The graph of a step with symbols. Its text, its distinct ops and the code of its latest plans are kept."""
+
+    def __init__(self, graph: fx.Graph, captured: Captured, trace: SizeTrace) -> None:
+        self.graph, self.captured, self.trace = graph, captured, trace
+        self.text = summarize(graph)
+        self.types: dict[str, list[tuple[Any, Sequence[int | SymInt]]]] = {}
+        self.distinct: dict[str, fx.Node] = {}
+        nodes = (node for node in graph.nodes if node.op != "output")
+        self.lines = [self._line(op, node) for op, node in zip(self.text.ops, nodes, strict=True)]
+        self._codes: OrderedDict[Hashable, GeneralCode] = OrderedDict()
+
+    @property
+    def is_plain(self) -> bool:
+        """Return False if a value is lazily conjugated or negated, which no layout says."""
+        return not any(map(is_lazy, self.graph.nodes))
+
+    def code(self, applied: Trace) -> GeneralCode | None:
+        """Return the code that runs this text with any sizes; None if it offloads, or other lengths run another."""
+        if any(is_runtime(op.fn) and op.name not in self.text.op and not _is_sizeless(op) for op in applied.ops):
+            return None
+        ops = tuple((op.name, op.fn, op.reads, op.phase, op.recomputes, op.slice) for op in applied.ops)
+        key = ops, applied.outputs
+        if key not in self._codes:
+            self._codes[key] = GeneralCode(self.graph, applied, self.captured)
+            while len(self._codes) > CODES:
+                self._codes.popitem(last=False)
+        self._codes.move_to_end(key)
+        return self._codes[key]
+
+    def _line(self, op: Op, node: fx.Node) -> Line:
+        self.types[op.type] = [(value.dtype, tuple(value.shape)) for value in tensors(node)]
+        kind = ""
+        if node.op == "call_function" and not is_view(node):
+            kind = _kind(node)
+            self.distinct.setdefault(kind, node)
+        return Line(op, tuple(storage.nbytes for storage in op.makes), kind)
+
+
+class GraphAtLength:
+    """A general graph with numbers for its sizes.
+
+    Attributes:
+        inputs: the inputs of the step.
+        ops: one op of each kind, with its operands as inputs.
+    """
+
+    def __init__(self, general: GeneralGraph, lengths: Sequence[int]) -> None:
+        self.general, self.lengths = general, lengths
+        self.number = general.trace.at(lengths)
+        self.values = SizedValues(self.number)
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.inputs = [self._operand(node, graph, copies) for node in general.graph.find_nodes(op="placeholder")]
+        self.ops = {kind: self._op(node, graph, copies) for kind, node in general.distinct.items()}
+
+    def summarize(self, price: Price = zero_cost) -> Trace:
+        """Return the text of this length."""
+        costs = {kind: self._cost(price(node), node) for kind, node in self.ops.items()} | {"": Cost()}
+        types = {text: self._type(parts) for text, parts in self.general.types.items()}
+        number = self.number
+
+        def op_of(line: Line) -> Op:
+            op = line.op
+            makes = tuple(
+                made if isinstance(made.nbytes, int) else Storage(made.name, number(nbytes))
+                for made, nbytes in zip(op.makes, line.nbytes, strict=True)
+            )
+            cost = costs[line.kind]
+            return op.priced(makes, types[op.type], cost.us, cost.workspace)
+
+        return Trace(tuple(map(op_of, self.general.lines)), self.general.text.outputs)
+
+    def has_layouts(self, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]) -> bool:
+        """Return True if real results have the layouts of the fake ones."""
+        for node in self.ops.values():
+            real, expected = layouts(node), tuple(map(layout_in_storage, tensors(node)))
+            if real is not None and len(real) == len(expected) and real != expected:
+                return False
+        return True
+
+    def halves(self, applied: Trace) -> Partition | None:
+        """Return both halves of the step with this text; None if they have to be made for this length alone."""
+        code = self.general.code(applied)
+        if code is None or not self.general.trace.holds(self.lengths):  # to rewrite a graph may compare sizes
+            return None
+        return code.at(self.values)
+
+    def _cost(self, cost: Cost, node: fx.Node) -> Cost:
+        made = tensors(node)
+        return Cost(cost.us, block_nbytes(cost.workspace, made[0].device) if made else cost.workspace)
+
+    def _operand(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+            if "val" in node.meta:
+                copies[node].meta["val"] = self.values.at(node.meta["val"])
+        return copies[node]
+
+    def _op(self, node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        for read in node.all_input_nodes:
+            self._operand(read, graph, copies)
+        return copy_at(node, graph, copies, self.values)
+
+    def _type(self, parts: Sequence[tuple[Any, Sequence[int | SymInt]]]) -> str:
+        return ", ".join(describe_type(dtype, [*map(self.number, shape)]) for dtype, shape in parts)
+
+
+def _is_sizeless(op: Op) -> bool:
+    return verb_of(op.fn) in RANDOM
+
+
+def _kind(node: fx.Node) -> str:
+    """Return a text that is equal for ops that are equal at every length."""
+    args, kwargs = with_sizes((node.args, dict(node.kwargs)))
+    args, kwargs = map_aggregate((args, kwargs), _describe)
+    return f"{node.target}{args!r}{kwargs!r} -> {[*map(_describe_tensor, tensors(node))]!r}"
+
+
+def _describe(leaf: Any) -> Any:
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    return [*map(_describe_tensor, tensors(leaf))] if "val" in leaf.meta else "a generator"
+
+
+def _describe_tensor(value: Tensor) -> object:
+    nbytes = value.untyped_storage().nbytes()
+    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), nbytes, str(value.device)
