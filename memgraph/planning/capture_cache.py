@@ -65,8 +65,8 @@ class CaptureCache:
         return len(self._captures)
 
     def add(self, key: Hashable, captured: Captured) -> None:
-        """Keep a capture, and drop old ones beyond the limit; one with symbols gives that of each length again."""
-        if isinstance(captured.graph, LaterGraph):
+        """Keep a capture, and drop old ones beyond the limit; not one that a capture with symbols gives again."""
+        if isinstance(captured.graph, LaterGraph) and not captured.graph.is_made:
             return
         self._captures.pop(key, None)
         self._captures[key] = captured

@@ -119,7 +119,7 @@ class Planner:
         until = time.monotonic() + self.options.planning_s(captured_s)
         progress.bound(until)
         pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
-        for_scalars = with_scalars_only(call, graph.traced)
+        for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
         later = LaterStep(graph, pricing, search)
         trace, machine = pricing(graph)

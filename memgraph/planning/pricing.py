@@ -77,8 +77,10 @@ class Pricing:
     def _trace(self, step: StepGraph, machine: Machine, profiler: OpProfiler) -> Trace:
         """Return the step as it is without a plan, with prices, workspaces and optimizer state."""
         self.progress.phase("pricing ops", len(step.graph.nodes))
-        step.correct_layouts(profiler.layouts)
-        trace = place_collectives(step.summarize(profiler), not machine.network.overlaps_comm)
+        with profiler.together(step.priced):
+            step.correct_layouts(profiler.layouts)
+            summarized = step.summarize(profiler)
+        trace = place_collectives(summarized, not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
         trace = self.state.add_update(trace, step.graph, step.trained)
         if self.options.cuda_graphs is True:

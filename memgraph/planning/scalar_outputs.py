@@ -13,10 +13,8 @@ from passes import BudgetError, Machine, Trace, predict
 
 from ..capture.reentrant_forward import can_run_again
 from ..errors import PlanError
-from ..graph.captured import Captured
-from ..graph.nodes import returned_values
 from ..tensors.loss_outputs import select_losses, select_scalars, select_scalars_only
-from .step_graph import Call
+from .step_graph import Call, StepGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +25,10 @@ class OtherOutputsDropped:
     needed_nbytes: int
 
 
-def with_scalars_only(call: Call, captured: Captured) -> Call | None:
+def with_scalars_only(call: Call, graph: StepGraph) -> Call | None:
     """Return the call with a backward from its scalars alone; None if it has no other, or forward can run again."""
-    outputs = returned_values(captured.graph.graph)
-    scalars = [place for place in captured.tangents if outputs[place].meta["val"].numel() == 1]
+    captured = graph.traced
+    scalars = [place for place in captured.tangents if graph.numel(place) == 1]
     if call.outputs not in (select_losses, select_scalars) or len(scalars) in (0, len(captured.tangents)):
         return None
     return None if can_run_again(captured) else replace(call, outputs=select_scalars_only, general=None)

@@ -6,7 +6,7 @@ of one with symbols        ->   the text of its lengths, and code that other len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads
 from ..graph.captured import Captured
+from ..graph.nodes import returned_values
 from ..graph.partition import Partition
 from ..graph.result_layout import ResultLayout
 from ..graph.rewrite import fake_mode
@@ -90,9 +91,19 @@ class StepGraph:
         """The capture as it was traced, maybe with symbols for lengths."""
         return self.captured if self.at_length is None else self.at_length.general.captured
 
+    def numel(self, output: int) -> int:
+        """Return the number of elements of a result."""
+        count = returned_values(self.traced.graph.graph)[output].meta["val"].numel()
+        return int(count) if self.at_length is None else self.at_length.number(count)
+
     @property
     def inputs(self) -> list[fx.Node]:
         return self.graph.find_nodes(op="placeholder") if self.at_length is None else self.at_length.inputs
+
+    @property
+    def priced(self) -> Iterable[fx.Node]:
+        """The ops that are priced: all, or one of each kind."""
+        return self.graph.nodes if self.at_length is None else self.at_length.ops.values()
 
     def summarize(self, price: Price = zero_cost) -> Trace:
         """Return the text of the step."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from ..graph.summarize import Cost, Price
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
 from ..system.device import keeping_freed_memory, release_cached, returns_freed_memory
-from ..system.measurement_cache import read_cached, write_cached
+from ..system.measurement_cache import read_all_cached, read_cached, write_all_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
@@ -85,6 +86,8 @@ class OpProfiler:
         self.room, self.modes = room, modes
         self._is_logged = False
         self._flushes: dict[torch.device, Callable[[], object]] = {}
+        self._on_disk: dict[str, Any] = {}  # what was read at once; None for what is not there
+        self._unwritten: dict[str, Any] | None = None
 
     def __call__(self, node: fx.Node) -> Cost:
         return Cost() if is_view(node) else self._op_cost(node).cost
@@ -92,6 +95,19 @@ class OpProfiler:
     def layouts(self, node: fx.Node) -> tuple[ResultLayout, ...] | None:
         """Return the layouts of an op's results; None if they are unknown."""
         return None if is_view(node) else self._op_cost(node).layouts
+
+    @contextmanager
+    def together(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
+        """Read the costs of these ops from disk at once, and write new ones at once: each access takes a while."""
+        ops = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_opaque(node)]
+        keys = {key: _device(node) for node in ops if (key := _key(node, self.modes)) not in _known}
+        self._on_disk = read_all_cached([_cache_key(key, device) for key, device in keys.items()])
+        self._unwritten = {}
+        try:
+            yield
+        finally:
+            write_all_cached(self._unwritten)
+            self._on_disk, self._unwritten = {}, None
 
     def timed(self, trace: Trace, summarized: Callable[[Price], Trace]) -> Trace:
         """Time the ops again that were timed by a single run, and return the trace with these times."""
@@ -108,19 +124,28 @@ class OpProfiler:
         key, times = _key(node, self.modes), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])
-        cache_key = f"ran {key} {environment_key(_device(node))}"
+        cache_key = _cache_key(key, _device(node))
         # Each process must run a segment here, because the first run tunes it and must not be in a step.
         is_cached = not isinstance(node.target, Segment) and " at 0x" not in cache_key  # addresses are of this process
-        op_cost = _read(read_cached(cache_key)) if is_cached else None
+        op_cost = _read(self._cached(cache_key)) if is_cached else None
         if (op_cost is None or (times and not op_cost.is_timed)) and _nbytes(node) <= self.limit:
             self._log_excess(node)
             ran = run_unprofiled(partial(_measure_with_retry, node, self._timer(node) if times else None))
             if ran is not None and is_cached:
-                write_cached(cache_key, _written(ran))
+                self._cache(cache_key, _written(ran))
             op_cost = ran or op_cost
         if op_cost is None:
             return OpCost(Cost(roofline(node, _nbytes(node), self.limit), _guessed_workspace(node)), None)
         return _remember(key, op_cost)
+
+    def _cached(self, key: str) -> Any:
+        return self._on_disk[key] if key in self._on_disk else read_cached(key)
+
+    def _cache(self, key: str, value: Any) -> None:
+        if self._unwritten is None:
+            write_cached(key, value)
+        else:
+            self._on_disk[key] = self._unwritten[key] = value
 
     def _log_excess(self, node: fx.Node) -> None:
         """Log once that pricing exceeds the budget."""
@@ -193,6 +218,11 @@ def _key(node: fx.Node, modes: str = "") -> str:
     args, kwargs = map_aggregate((node.args, dict(node.kwargs)), describe)
     divided = "divided " if str(node.target) in FILLERS else ""  # earlier prices were of ops without work
     return f"{divided}{node.target}{args!r}{kwargs!r}{modes or kernel_modes_text()}"
+
+
+def _cache_key(key: str, device: torch.device) -> str:
+    """Return the key of an op on disk."""
+    return f"ran {key} {environment_key(device)}"
 
 
 def _describe_tensor(value: object) -> object:
@@ -294,7 +324,7 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_inputs(node) else []
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         del result, results
-        with keeping_freed_memory():
+        with keeping_freed_memory() if timer else nullcontext():
             us = timer(run) if timer else round(timed_us(run, device)[1], 1)
             del run, args, kwargs  # here, so that their memory is returned too
         return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=timer is not None)

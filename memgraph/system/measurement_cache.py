@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,19 @@ def write_cached(key: str, value: object, file: str = FILE) -> None:
     costs = _costs(file)
     if costs is not None:
         costs.put(key, value)
+
+
+def read_all_cached(keys: Iterable[str], file: str = FILE) -> dict[str, Any]:
+    """Return the values kept under `keys`; None for those that there are none of."""
+    costs = _costs(file)
+    return dict.fromkeys(keys) if costs is None else costs.get_all(list(keys))
+
+
+def write_all_cached(values: Mapping[str, object], file: str = FILE) -> None:
+    """Keep values, which must be valid JSON, for later processes."""
+    costs = _costs(file)
+    if costs is not None and values:
+        costs.put_all(values)
 
 
 def evict_oldest(file: str, most_nbytes: int) -> None:
@@ -88,7 +101,10 @@ class CostDatabase:
         self.said = False
 
     def get(self, key: str) -> Any:
-        def read(file: sqlite3.Connection) -> Any:
+        return self.get_all([key])[key]
+
+    def get_all(self, keys: Sequence[str]) -> dict[str, Any]:
+        def read(file: sqlite3.Connection, key: str) -> Any:
             row = file.execute("SELECT value, digest FROM costs WHERE key = ?", (key,)).fetchone()
             # SQLite checks the structure of its pages, but not their content.
             if row and row[1] != _digest(key, row[0]):
@@ -96,14 +112,24 @@ class CostDatabase:
                 return None
             return json.loads(row[0]) if row else None
 
+        def read_all(file: sqlite3.Connection) -> dict[str, Any]:
+            return {key: read(file, key) for key in keys}
+
         # The file is created by the first write.
-        return self._use(read) if self.readable and self.path.exists() else None
+        found = self._use(read_all) if keys and self.readable and self.path.exists() else None
+        return dict.fromkeys(keys) if found is None else found
 
     def put(self, key: str, value: object) -> None:
-        text = json.dumps(value)
+        self.put_all({key: value})
+
+    def put_all(self, values: Mapping[str, object]) -> None:
+        texts = {key: json.dumps(value) for key, value in values.items()}
+        rows = [(key, text, _digest(key, text)) for key, text in texts.items()]
 
         def write(file: sqlite3.Connection) -> None:
-            file.execute("INSERT OR REPLACE INTO costs VALUES (?, ?, ?)", (key, text, _digest(key, text)))
+            with file:
+                file.execute("BEGIN IMMEDIATE")
+                file.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?)", rows)
 
         if self.writable:
             self._use(write)

@@ -41,6 +41,10 @@ class LaterGraph(fx.GraphModule):
             object.__setattr__(self, "_shared", like)  # no submodule
 
     @property
+    def is_made(self) -> bool:
+        return self._make is None
+
+    @property
     def graph(self) -> fx.Graph:
         if self._make is not None:
             self._graph, self._make = self._make(), None

@@ -30,7 +30,7 @@ from ...system.device import block_nbytes
 from ...tensors.traced_size import SizeTrace, with_sizes
 from .general_code import GeneralCode
 
-CODES = 8  # of the latest plans of one graph
+CODES = 4  # of the latest plans of one graph
 RANDOM = ("rng_state", "swap_rng")  # memory ops that have no sizes
 
 
@@ -44,7 +44,11 @@ class Line:
 
 
 class GeneralGraph:
-    """The graph of a step with symbols. Its text, its distinct ops and the code of its latest plans are kept."""
+    """The graph of a step with symbols. Its text, its distinct ops and the code of its latest plans are kept.
+
+    Attributes:
+        describes_values: False if real values turned out to have other layouts.
+    """
 
     def __init__(self, graph: fx.Graph, captured: Captured, trace: SizeTrace) -> None:
         self.graph, self.captured, self.trace = graph, captured, trace
@@ -54,15 +58,12 @@ class GeneralGraph:
         nodes = (node for node in graph.nodes if node.op != "output")
         self.lines = [self._line(op, node) for op, node in zip(self.text.ops, nodes, strict=True)]
         self._codes: OrderedDict[Hashable, GeneralCode] = OrderedDict()
-
-    @property
-    def is_plain(self) -> bool:
-        """Return False if a value is lazily conjugated or negated, which no layout says."""
-        return not any(map(is_lazy, self.graph.nodes))
+        # No layout says that a value is lazily conjugated or negated.
+        self.describes_values = not any(map(is_lazy, graph.nodes))
 
     def code(self, applied: Trace) -> GeneralCode | None:
         """Return the code that runs this text with any sizes; None if it offloads, or other lengths run another."""
-        if any(is_runtime(op.fn) and op.name not in self.text.op and not _is_sizeless(op) for op in applied.ops):
+        if any(op.offloaded or op.on_host or self._has_sizes(op) for op in applied.ops):
             return None
         ops = tuple((op.name, op.fn, op.reads, op.phase, op.recomputes, op.slice) for op in applied.ops)
         key = ops, applied.outputs
@@ -72,6 +73,10 @@ class GeneralGraph:
                 self._codes.popitem(last=False)
         self._codes.move_to_end(key)
         return self._codes[key]
+
+    def _has_sizes(self, op: Op) -> bool:
+        """Return True for memory ops that know the size of what they copy."""
+        return is_runtime(op.fn) and op.name not in self.text.op and verb_of(op.fn) not in RANDOM
 
     def _line(self, op: Op, node: fx.Node) -> Line:
         self.types[op.type] = [(value.dtype, tuple(value.shape)) for value in tensors(node)]
@@ -120,8 +125,8 @@ class GraphAtLength:
         for node in self.ops.values():
             real, expected = layouts(node), tuple(map(layout_in_storage, tensors(node)))
             if real is not None and len(real) == len(expected) and real != expected:
-                return False
-        return True
+                self.general.describes_values = False
+        return self.general.describes_values
 
     def halves(self, applied: Trace) -> Partition | None:
         """Return both halves of the step with this text; None if they have to be made for this length alone."""
@@ -149,10 +154,6 @@ class GraphAtLength:
 
     def _type(self, parts: Sequence[tuple[Any, Sequence[int | SymInt]]]) -> str:
         return ", ".join(describe_type(dtype, [*map(self.number, shape)]) for dtype, shape in parts)
-
-
-def _is_sizeless(op: Op) -> bool:
-    return verb_of(op.fn) in RANDOM
 
 
 def _kind(node: fx.Node) -> str:

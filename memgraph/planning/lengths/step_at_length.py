@@ -40,7 +40,7 @@ def step_at_length(
     ranks = state.ranks(trained, where.device)
     graphs = [made.graph] if made.later is None else [made.graph, made.later]
     # To make those graphs may have compared sizes.
-    holds = general.capture.trace.holds(known.lengths) and all(graph.is_plain for graph in graphs)
+    holds = general.capture.trace.holds(known.lengths) and all(graph.describes_values for graph in graphs)
     if ranks.plan_together or not holds:
         return None
     captured = at_lengths(made.captured, general.capture.trace, known.lengths)

@@ -16,7 +16,7 @@ import memgraph
 import passes
 from memgraph.capture.capture import capture
 from memgraph.options.compile_options import CompileOptions
-from memgraph.planning import accumulated_step, step_graph
+from memgraph.planning import accumulated_step, capture_step
 from memgraph.planning.accumulated_step import plan_accumulated
 from memgraph.planning.progress import Progress
 from memgraph.planning.search import PlanSearch
@@ -122,7 +122,7 @@ def test_a_call_that_adds_to_gradients_is_not_captured_again(monkeypatch: pytest
         captures.append(1)
         return capture(*args, **named)
 
-    monkeypatch.setattr(step_graph, "capture", noting)
+    monkeypatch.setattr(capture_step, "capture", noting)
     model, theirs = memgraph.compile(Net(), ROOM), Net()
     theirs.load_state_dict(model.state_dict())
     for _ in range(3):

@@ -177,7 +177,9 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     to speak of."""
     monkeypatch.setattr(op_profiler, "shortest_us", lambda *_, **__: 5000.0)
     monkeypatch.setattr(op_profiler, "write_cached", lambda key, value: None)
+    monkeypatch.setattr(op_profiler, "write_all_cached", lambda values: None)
     monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
+    monkeypatch.setattr(op_profiler, "read_all_cached", dict.fromkeys)
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))

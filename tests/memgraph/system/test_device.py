@@ -107,6 +107,7 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     monkeypatch.setattr(op_profiler, "_measure", run)
     monkeypatch.setattr(op_profiler, "release_cached", released.append)
     monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
+    monkeypatch.setattr(op_profiler, "read_all_cached", dict.fromkeys)
     monkeypatch.setattr(op_profiler, "environment_key", str)
     monkeypatch.setattr(op_profiler, "roofline", lambda *_: 7.0)
     monkeypatch.setattr(op_profiler, "flush_caches", lambda _: None)
