@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import SymInt, Tensor, fx
@@ -34,15 +33,6 @@ CODES = 4  # of the latest plans of one graph
 RANDOM = ("rng_state", "swap_rng")  # memory ops that have no sizes
 
 
-@dataclass(frozen=True)
-class Line:
-    """One op of the text. Sizes are places in a table; `kind` is that of an op that is priced."""
-
-    op: Op
-    nbytes: tuple[int | SymInt, ...]
-    kind: str
-
-
 class GeneralGraph:
     """The graph of a step with symbols. Its text, its distinct ops and the code of its latest plans are kept.
 
@@ -56,7 +46,7 @@ class GeneralGraph:
         self.types: dict[str, list[tuple[Any, Sequence[int | SymInt]]]] = {}
         self.distinct: dict[str, fx.Node] = {}
         nodes = (node for node in graph.nodes if node.op != "output")
-        self.lines = [self._line(op, node) for op, node in zip(self.text.ops, nodes, strict=True)]
+        self.kinds = [self._kind_of(op, node) for op, node in zip(self.text.ops, nodes, strict=True)]
         self._codes: OrderedDict[Hashable, GeneralCode] = OrderedDict()
         # No layout says that a value is lazily conjugated or negated.
         self.describes_values = not any(map(is_lazy, graph.nodes))
@@ -78,13 +68,14 @@ class GeneralGraph:
         """Return True for memory ops that know the size of what they copy."""
         return is_runtime(op.fn) and op.name not in self.text.op and verb_of(op.fn) not in RANDOM
 
-    def _line(self, op: Op, node: fx.Node) -> Line:
+    def _kind_of(self, op: Op, node: fx.Node) -> str:
+        """Return the kind as which an op is priced; "" if it is not."""
         self.types[op.type] = [(value.dtype, tuple(value.shape)) for value in tensors(node)]
         kind = ""
         if node.op == "call_function" and not is_view(node):
             kind = _kind(node)
             self.distinct.setdefault(kind, node)
-        return Line(op, tuple(storage.nbytes for storage in op.makes), kind)
+        return kind
 
 
 class GraphAtLength:
@@ -109,16 +100,11 @@ class GraphAtLength:
         types = {text: self._type(parts) for text, parts in self.general.types.items()}
         number = self.number
 
-        def op_of(line: Line) -> Op:
-            op = line.op
-            makes = tuple(
-                made if isinstance(made.nbytes, int) else Storage(made.name, number(nbytes))
-                for made, nbytes in zip(op.makes, line.nbytes, strict=True)
-            )
-            cost = costs[line.kind]
+        def op_of(op: Op, kind: str) -> Op:
+            makes, cost = tuple(Storage(made.name, number(made.nbytes)) for made in op.makes), costs[kind]
             return op.priced(makes, types[op.type], cost.us, cost.workspace)
 
-        return Trace(tuple(map(op_of, self.general.lines)), self.general.text.outputs)
+        return Trace(tuple(map(op_of, self.general.text.ops, self.general.kinds)), self.general.text.outputs)
 
     def has_layouts(self, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]) -> bool:
         """Return True if real results have the layouts of the fake ones."""
