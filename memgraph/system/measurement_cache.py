@@ -49,7 +49,7 @@ def write_cached(key: str, value: object, file: str = FILE) -> None:
 
 
 def read_all_cached(keys: Iterable[str], file: str = FILE) -> dict[str, Any]:
-    """Return the values kept under `keys`; None for those that there are none of."""
+    """Return the values kept under `keys`; None for a key that has no value."""
     costs = _costs(file)
     return dict.fromkeys(keys) if costs is None else costs.get_all(list(keys))
 
