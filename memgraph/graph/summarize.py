@@ -22,7 +22,7 @@ from passes.ir.ops import SEGMENT
 from ..system.device import block_nbytes
 from .host_draws import DRAW
 from .inductor import Segment
-from .nodes import changed_storages, is_random, returned_values, storages, tensors, written_inputs
+from .nodes import allocates_nothing, changed_storages, is_random, returned_values, storages, tensors, written_inputs
 from .opaque_ops import is_opaque
 from .ops import accumulate, state_nbytes, update
 
@@ -147,12 +147,14 @@ def _type(value: Tensor) -> str:
 
 
 def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
-    """Return True if the op may not run again: it changes what it reads, or the step does, or it runs Python."""
+    """Return True if the op may not run again: it runs Python, or what it reads or makes is changed."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if has_own_generator(node) or is_opaque(node):
         return True
     schema = getattr(node.target, "_schema", None)
+    if node in mutated and not allocates_nothing(node):
+        return True  # later ops write into what it makes
     changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_inputs(node))
     changes = changes or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_WHEN_RERUN and not mutated.isdisjoint(node.all_input_nodes))

@@ -1,0 +1,8 @@
+"""Slices of a captured step: ops that run in parts of the rows.
+
+step_slices     the step in slices: what `slices=` asks for
+row_facts       how each op runs on some of its rows
+row_losses      losses over classes, row by row
+sliced_graph    the graph that runs a sliced trace
+slice_ops       the op that scales what ran with a tangent of 1
+"""

@@ -1,0 +1,105 @@
+"""Cut a captured step into slices, as `slices=` asks for.
+
+slices="auto"            ->   chains at the peak of a step that does not fit run in parts, as far as that lowers the peak
+slices={"lm_head": 16}   ->   the chain around the largest value that this submodule makes, in 16 parts
+a saved plan             ->   the slices that it has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from passes import Machine, Trace
+from passes.ir.invariants import check
+from passes.ir.liveness import released
+from passes.slices.chain import find_chain
+from passes.slices.choose import choose_slices
+from passes.slices.hoist import can_hoist
+from passes.slices.row_rule import RowFacts
+from passes.slices.slice import Slice
+from passes.slices.unroll import unroll
+
+from ..graph.captured import Captured
+from ..graph.rewrite import copy_graph
+from ..graph.summarize import summarize
+from ..system.device import block_nbytes
+from .row_facts import row_facts
+from .row_losses import write_losses_by_row
+from .sliced_graph import sliced_graph
+
+Parts = Mapping[str, int]  # by the path of a submodule
+
+
+def chosen_slices(captured: Captured, asked: str | Parts, budget: int, device: torch.device) -> Captured:
+    """Return the step in the slices that are asked for; unchanged if "auto" finds none that help.
+
+    Raises:
+        ValueError: a submodule has no ops that can run in parts.
+    """
+    graph = _prepared(captured.graph.graph)
+    trace, facts = summarize(graph), _facts(graph)
+    if isinstance(asked, str):
+        slices = choose_slices(released(trace), Machine(budget, str(device)), facts, block_nbytes(1, device)).slices
+    else:
+        slices = tuple(_slice_of(trace, facts, path, parts) for path, parts in asked.items())
+    return _carried_out(captured, graph, slices, device)
+
+
+def given_slices(captured: Captured, slices: Sequence[Slice], device: torch.device) -> Captured:
+    """Return the step in these slices.
+
+    Raises:
+        ValueError: it does not have the ops of a slice.
+    """
+    return _carried_out(captured, _prepared(captured.graph.graph), slices, device)
+
+
+def _prepared(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph in a form that has chains."""
+    graph = copy_graph(graph)
+    write_losses_by_row(graph)
+    return graph
+
+
+def _facts(graph: fx.Graph) -> Callable[[str], RowFacts]:
+    """Return how the ops of a graph run on rows, by name; each is looked at once."""
+    nodes = {node.name: node for node in graph.nodes}
+    known: dict[str, RowFacts] = {}
+
+    def facts(name: str) -> RowFacts:
+        if name not in known:
+            known[name] = row_facts(nodes[name]) if name in nodes else RowFacts()
+        return known[name]
+
+    return facts
+
+
+def _slice_of(trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: int) -> Slice:
+    """Return the chain around the largest value of a submodule."""
+    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
+    for op in sorted(own, key=lambda op: -op.nbytes):
+        found = find_chain(trace, facts, op.name, parts)
+        if found is not None and can_hoist(trace, found.rule, facts):
+            return found
+    has = "has no ops that can run in parts" if own else "makes no value in this step"
+    raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
+
+
+def _is_in(where: str, path: str) -> bool:
+    """Return True if an op is of a submodule, or of one within it."""
+    module = where.partition(" ")[0]
+    return f".{path}." in f".{module}."
+
+
+def _carried_out(captured: Captured, graph: fx.Graph, slices: Sequence[Slice], device: torch.device) -> Captured:
+    if not slices:
+        return captured
+    for cut in slices:
+        unrolled = unroll(summarize(graph), cut, block_nbytes(1, device))
+        check(unrolled.trace)
+        graph = sliced_graph(graph, unrolled)
+    return replace(captured, graph=fx.GraphModule(captured.graph, graph), slices=tuple(slices), whole=captured)

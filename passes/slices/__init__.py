@@ -1,0 +1,9 @@
+"""Slices: chains of ops that run in parts, each on some of the rows.
+
+row_rule     how an op runs on some of its rows
+chain        find the ops around a large value that can run on rows together
+part_rows    which rows each part has
+slice        Slice: a decision; it prints and parses back
+unroll       the trace in which a slice is carried out
+choose       which chains, in how many parts
+"""

@@ -1,0 +1,158 @@
+"""Find the ops around a large value that can run on the same rows together.
+
+    h = norm(x)                     f32[64, 8]
+    a = mm(h, w)                    f32[64, 100]    <- the seed
+    b = log_softmax(a)              f32[64, 100]    a chain of a, b, d and e: h and g have few bytes,
+    g = gather(b, labels)           f32[64, 1]      so they are whole, while a, b and d never are
+    ...
+    d = log_softmax_backward(g_1, b)
+    e = mm(d, w)                    f32[64, 8]
+
+The chain is every op that reads or makes rows of a large value, from the seed on. Ops between two of the chain belong to
+it as well. Among the ways to divide the seed, that with the most rows is taken in which such a chain exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ..ir.trace import Op, Trace
+from .row_rule import Dims, RowFacts, RowRule, rows_of, type_shape
+from .slice import Slice
+
+Facts = Callable[[str], RowFacts]  # of an op, by name
+LARGE = 4  # a value with at least this part of the seed's bytes is large: a mask, or rows in half precision
+
+
+def find_chain(trace: Trace, facts: Facts, seed: str, parts: int) -> Slice | None:
+    """Return the chain around what the op `seed` makes, to run in so many parts; None if there is none."""
+    shape = type_shape(trace.op[seed].type)
+    rules = [rule for rule in facts(seed).rules if rule.makes is not None]
+    users = _users(trace)
+    for rule in sorted(rules, key=lambda rule: -rows_of(shape, rule.makes or (0, 0))):
+        growth = _Growth(trace, facts, users, rows_of(shape, rule.makes or (0, 0)), trace.op[seed].nbytes // LARGE)
+        if growth.rows > 1 and growth.add(seed, rule) and growth.close():
+            return growth.slice(parts)
+    return None
+
+
+def _users(trace: Trace) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = {}
+    for op in trace.ops:
+        for read in op.reads:
+            users.setdefault(read, []).append(op.name)
+    return users
+
+
+@dataclass
+class _Growth:
+    """A chain while it grows."""
+
+    trace: Trace
+    facts: Facts
+    users: dict[str, list[str]]
+    rows: int
+    large: int  # bytes
+    rules: dict[str, RowRule] = field(default_factory=dict)
+
+    def add(self, name: str, rule: RowRule) -> bool:
+        """Add an op, and those that read or make large values beside it; False if they divide rows differently."""
+        waiting = [(name, rule)]
+        while waiting:
+            name, rule = waiting.pop()
+            if name in self.rules:
+                continue
+            self.rules[name] = rule
+            for other in self._neighbours(self.trace.op[name], rule):
+                if other not in self.rules and (found := self._consistent(other)) is not None:
+                    waiting.append((other, found))
+        return True
+
+    def close(self) -> bool:
+        """Add the ops between those of the chain; False if one of them can't run on rows."""
+        while outside := self._between():
+            found = self._consistent(outside)
+            if found is None:
+                return False
+            self.add(outside, found)
+        return all(self._reads_rows(name) for name in self.rules)
+
+    def slice(self, parts: int) -> Slice | None:
+        """Return the chain; None if sequences are not of one length."""
+        tokens = {shape[dims[1] - 1] for shape, dims in self._divided() if dims[1] - dims[0] > 1}
+        if len(tokens) > 1:
+            return None
+        rules = tuple((op.name, self.rules[op.name]) for op in self.trace.ops if op.name in self.rules)
+        return Slice(self.rows, max(tokens, default=0), parts, rules)
+
+    def _neighbours(self, op: Op, rule: RowRule) -> Iterable[str]:
+        """Yield the ops that make or read the same large values."""
+        if rule.makes is not None and self._is_large(op.name):
+            yield from self.users.get(op.name, ())
+        for read, dims in zip(op.reads, rule.reads, strict=True):
+            if dims is not None and self._is_large(read):
+                yield read
+                yield from self.users.get(read, ())
+
+    def _is_large(self, value: str) -> bool:
+        """Return True for a value of this size that an op makes, or a view of one."""
+        ops = self.trace.op
+        return not ops[value].is_input and self.large <= max(
+            (self.trace.nbytes[held] for held in ops[value].holds if not ops[held.split(".")[0]].is_input), default=0
+        )
+
+    def _consistent(self, name: str) -> RowRule | None:
+        """Return the way in which an op runs on the rows of the values of the chain that it reads."""
+        op = self.trace.op[name]
+        for rule in self.facts(name).rules:
+            reads = list(zip(op.reads, rule.reads, strict=True))
+            known = [(read, dims) for read, dims in reads if read in self.rules]
+            wanted = {self._dims_by_users(name)} - {None}
+            if all(dims is not None and dims == self.rules[read].makes for read, dims in known) and (
+                not wanted or rule.makes in wanted
+            ):
+                if (known or wanted) and self._has_rows(op, rule):
+                    return rule
+        return None
+
+    def _dims_by_users(self, name: str) -> Dims | None:
+        """Return the dimensions of a value that ops of the chain take as rows."""
+        for user in self.users.get(name, ()):
+            if user in self.rules:
+                dims = self.rules[user].reads[self.trace.op[user].reads.index(name)]
+                if dims is not None:
+                    return dims
+        return None
+
+    def _has_rows(self, op: Op, rule: RowRule) -> bool:
+        """Return True if all that is divided has as many rows as the seed."""
+        shapes = [(op.name, rule.makes), *zip(op.reads, rule.reads, strict=True)]
+        return all(rows_of(self._shape(name), dims) == self.rows for name, dims in shapes if dims is not None)
+
+    def _reads_rows(self, name: str) -> bool:
+        """Return True if an op reads of the values of the chain what their ops make: rows."""
+        reads = zip(self.trace.op[name].reads, self.rules[name].reads, strict=True)
+        return all(dims is not None and dims == self.rules[read].makes for read, dims in reads if read in self.rules)
+
+    def _between(self) -> str | None:
+        """Return an op outside of the chain that one of the chain depends on, and that depends on one."""
+        behind: dict[str, str] = {}  # an op outside that depends on the chain -> the last such op before it
+        for op in self.trace.ops:
+            late = [read for read in op.reads if read in behind]
+            if op.name in self.rules:
+                if late:
+                    return late[0]
+            elif late or any(read in self.rules for read in op.reads):
+                behind[op.name] = op.name
+        return None
+
+    def _divided(self) -> Iterable[tuple[tuple[int, ...], Dims]]:
+        """Yield shape and dimensions of all that is divided."""
+        for name, rule in self.rules.items():
+            for value, dims in [(name, rule.makes), *zip(self.trace.op[name].reads, rule.reads, strict=True)]:
+                if dims is not None:
+                    yield self._shape(value), dims
+
+    def _shape(self, value: str) -> tuple[int, ...]:
+        return type_shape(self.trace.op[value].type)
