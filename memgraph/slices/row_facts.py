@@ -67,9 +67,14 @@ def _viewed(node: fx.Node) -> Iterator[RowRule]:
     shape, out = _shape(node.all_input_nodes[0]), _shape(node)
     for dims in _spans(out):
         before, rows = math.prod(out[: dims[0]]), math.prod(out[slice(*dims)])
-        same = [own for own in _spans(shape) if (math.prod(shape[: own[0]]), math.prod(shape[slice(*own)])) == (before, rows)]
+        begins = [own for own in _spans(shape) if math.prod(shape[: own[0]]) == before]
+        same = [own for own in begins if math.prod(shape[slice(*own)]) == rows]
         if same:
             yield RowRule(dims, (min(same, key=lambda own: own[1] - own[0]),))
+        # Fewer rows, with several elements in each: the outermost of what is divided in another way.
+        for own in begins:
+            if own not in same and dims[1] - dims[0] == own[1] - own[0] == 1:
+                yield RowRule(dims, (own,))
 
 
 def _permuted(order: Callable[[fx.Node], Sequence[int]]) -> Callable[[fx.Node], Iterator[RowRule]]:
@@ -232,8 +237,8 @@ def _linear(node: fx.Node) -> Linear:
         return tuple((each,) for each in tensors) if len(set(tensors)) == 2 else ((tensors[0],),) if len(tensors) == 1 else ()
     if target in ADDITIVE:
         return (tuple(tensors),) if len(tensors) == 2 else ()
-    if target is aten.cat.default:
-        return (tuple(place.values()),)
+    if target in (aten.cat.default, aten.scatter_add.default, aten.scatter.src):
+        return (tuple(i for read, i in place.items() if read.meta["val"].is_floating_point()),)
     if target is aten.masked_fill.Scalar:
         return ((0,),) if arguments[2] == 0 else ()
     if target is aten.where.self:
@@ -268,6 +273,7 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.slice.Tensor: _without(_dim(1)),
     aten.slice_backward.default: _without(_dim(2)),
     aten.cat.default: _without(_dim(1)),
+    aten.flip.default: _without(_dim(1)),
     aten.gather.default: _without(_dim(1)),
     aten.scatter.src: _without(_dim(1)),
     aten.scatter.value: _without(_dim(1)),
@@ -279,6 +285,7 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.sum.default: _summed,
     aten.sum.dim_IntList: _summed,
     **dict.fromkeys((aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default), _reduced),
+    **dict.fromkeys((aten.var.correction, aten.std.correction), _reduced),
     aten.mm.default: _product,
     aten.addmm.default: _product_and_sum,
     aten.bmm.default: _batched_product,

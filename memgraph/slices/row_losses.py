@@ -6,8 +6,9 @@
                                                _, n = nll_loss_forward(zeros, one)
                                                d = nll_loss_backward(t, p, y, n)
 
-The loss adds up the same numbers in the same order, so it has the same bits. The number of rows that count, `n`, no
-longer depends on p: parts of the rows can have their gradient before the loss of all is known.
+A loss of each row is -g, and 0 where it is ignored. A loss of all adds up the same numbers in the same order, so it
+has the same bits. The number of rows that count, `n`, no longer depends on p: parts of the rows can have their gradient
+before the loss of all is known.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ LOSS = aten.nll_loss_forward.default
 def write_losses_by_row(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph that have no weights of classes. Changes the graph."""
     for node in graph.find_nodes(op="call_function", target=LOSS):
-        values, target, weight, reduction, _ = node.args
+        values, target, weight = node.args[:3]
         is_matrix = values.meta["val"].dim() == 2 and target.meta["val"].dim() == 1  # type: ignore[union-attr]
-        if weight is None and reduction != 0 and is_matrix:
+        if weight is None and is_matrix:
             _rewrite(node)
 
 
@@ -49,13 +50,12 @@ def _rewrite(node: fx.Node) -> None:
         picked = add(aten.gather.default, values, 1, index)
         zeros = add(aten.zeros.default, [value.shape[0], 1], dtype=value.dtype, device=value.device)
         counted = add(LOSS, zeros, one_class, None, reduction, ignored)
-        loss = add(LOSS, picked, one_class, None, reduction, ignored)
+        if reduction == 0:
+            loss = add(aten.masked_fill.Scalar, add(aten.neg.default, add(aten.squeeze.dim, picked, 1)), is_ignored, 0)
+        else:
+            loss = add(operator.getitem, add(LOSS, picked, one_class, None, reduction, ignored), 0)
         weight = add(operator.getitem, counted, 1)
     for item in list(node.users):
-        if item.args[1] == 1:
-            item.replace_all_uses_with(weight)
-            graph.erase_node(item)
-        else:
-            item.args = (loss, 0)
-            item.meta["val"] = loss.meta["val"][0]
+        item.replace_all_uses_with(weight if item.args[1] == 1 else loss)
+        graph.erase_node(item)
     graph.erase_node(node)

@@ -16,7 +16,7 @@ from torch import fx
 from passes import Machine, Trace
 from passes.ir.invariants import check
 from passes.ir.liveness import released
-from passes.slices.chain import find_chain
+from passes.slices.chain import find_chains
 from passes.slices.choose import choose_slices
 from passes.slices.hoist import can_hoist
 from passes.slices.row_rule import RowFacts
@@ -82,9 +82,9 @@ def _slice_of(trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: 
     """Return the chain around the largest value of a submodule."""
     own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
     for op in sorted(own, key=lambda op: -op.nbytes):
-        found = find_chain(trace, facts, op.name, parts)
-        if found is not None and can_hoist(trace, found.rule, facts):
-            return found
+        for found in find_chains(trace, facts, op.name, parts):
+            if can_hoist(trace, found.rule, facts):
+                return found
     has = "has no ops that can run in parts" if own else "makes no value in this step"
     raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
 

@@ -9,12 +9,13 @@
     e = mm(d, w)                    f32[64, 8]
 
 The chain is every op that reads or makes rows of a large value, from the seed on. Ops between two of the chain belong to
-it as well. Among the ways to divide the seed, that with the most rows is taken in which such a chain exists.
+it as well. There may be a chain for each way to divide the seed: with tokens as rows, with columns, or with the samples of
+the batch where tokens are not alike, as in a loss that leaves out the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..ir.trace import Op, Trace
@@ -25,16 +26,18 @@ Facts = Callable[[str], RowFacts]  # of an op, by name
 LARGE = 4  # a value with at least this part of the seed's bytes is large: a mask, or rows in half precision
 
 
-def find_chain(trace: Trace, facts: Facts, seed: str, parts: int) -> Slice | None:
-    """Return the chain around what the op `seed` makes, to run in so many parts; None if there is none."""
+def find_chains(trace: Trace, facts: Facts, seed: str, parts: int) -> Iterator[Slice]:
+    """Yield the chains around what the op `seed` makes, to run in so many parts; those of the most rows first."""
     shape = type_shape(trace.op[seed].type)
-    rules = [rule for rule in facts(seed).rules if rule.makes is not None]
+    rules = facts(seed).rules
     users = _users(trace)
-    for rule in sorted(rules, key=lambda rule: -rows_of(shape, rule.makes or (0, 0))):
-        growth = _Growth(trace, facts, users, rows_of(shape, rule.makes or (0, 0)), trace.op[seed].nbytes // LARGE)
-        if growth.rows > 1 and growth.add(seed, rule) and growth.close():
-            return growth.slice(parts)
-    return None
+    ways = [(rows_of(shape, rule.makes), rule) for rule in rules if rule.makes is not None]
+    batches = {type_shape(op.type)[0] for op in trace.ops if op.fn == "input" and type_shape(op.type)}
+    ways += [(batch, rule) for count, rule in ways for batch in batches if batch < count and count % batch == 0]
+    for rows, rule in sorted(ways, key=lambda way: -way[0]):
+        growth = _Growth(trace, facts, users, rows, trace.op[seed].nbytes // LARGE)
+        if rows > 1 and growth.grows_from(seed, rule) and (found := growth.slice(parts)) is not None:
+            yield found
 
 
 def _users(trace: Trace) -> dict[str, list[str]]:
@@ -56,8 +59,15 @@ class _Growth:
     large: int  # bytes
     rules: dict[str, RowRule] = field(default_factory=dict)
 
-    def add(self, name: str, rule: RowRule) -> bool:
-        """Add an op, and those that read or make large values beside it; False if they divide rows differently."""
+    def grows_from(self, seed: str, rule: RowRule) -> bool:
+        """Grow; return False if there is no chain with this rule."""
+        if not self._has_rows(self.trace.op[seed], rule):
+            return False
+        self._add(seed, rule)
+        return self._close()
+
+    def _add(self, name: str, rule: RowRule) -> None:
+        """Add an op, and those that read or make large values beside it."""
         waiting = [(name, rule)]
         while waiting:
             name, rule = waiting.pop()
@@ -67,15 +77,14 @@ class _Growth:
             for other in self._neighbours(self.trace.op[name], rule):
                 if other not in self.rules and (found := self._consistent(other)) is not None:
                     waiting.append((other, found))
-        return True
 
-    def close(self) -> bool:
+    def _close(self) -> bool:
         """Add the ops between those of the chain; False if one of them can't run on rows."""
         while outside := self._between():
             found = self._consistent(outside)
             if found is None:
                 return False
-            self.add(outside, found)
+            self._add(outside, found)
         return all(self._reads_rows(name) for name in self.rules)
 
     def slice(self, parts: int) -> Slice | None:
@@ -126,9 +135,13 @@ class _Growth:
         return None
 
     def _has_rows(self, op: Op, rule: RowRule) -> bool:
-        """Return True if all that is divided has as many rows as the seed."""
-        shapes = [(op.name, rule.makes), *zip(op.reads, rule.reads, strict=True)]
-        return all(rows_of(self._shape(name), dims) == self.rows for name, dims in shapes if dims is not None)
+        """Return True if all that is divided has these rows, or a dimension of several elements in each."""
+        for name, dims in [(op.name, rule.makes), *zip(op.reads, rule.reads, strict=True)]:
+            if dims is not None:
+                count = rows_of(self._shape(name), dims)
+                if count != self.rows and (dims[1] - dims[0] > 1 or count % self.rows):
+                    return False
+        return True
 
     def _reads_rows(self, name: str) -> bool:
         """Return True if an op reads of the values of the chain what their ops make: rows."""

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..ir.invariants import BrokenTrace, check
+from ..ir.liveness import spans
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..simulate.forecast import predict
-from .chain import Facts, find_chain
+from .chain import Facts, find_chains
 from .hoist import can_hoist
+from .row_rule import rows_of, type_shape
 from .slice import Slice
 from .unroll import unroll
 
@@ -57,45 +59,41 @@ def _next(known: Sliced, machine: Machine, facts: Facts, block: int) -> Sliced |
     """Return the slices with one more; None if no chain at the peak is worth it."""
     forecast = predict(known.trace, machine)
     for seed in _seeds(known.trace, forecast.peak_index):
-        chain = find_chain(known.trace, facts, seed, 2)
-        if chain is None or not can_hoist(known.trace, chain.rule, facts):
-            continue
-        best, peak = None, forecast.peak
-        for cut in _doubled(chain):
-            try:
-                trace = unroll(known.trace, cut, block).trace
-                check(trace)
-            except (ValueError, BrokenTrace):
-                break
-            lower = predict(trace, machine).peak
-            if lower > peak * (1 - WORTH):
-                break
-            best, peak = Sliced(trace, (*known.slices, cut)), lower
-        if best is not None:
+        chains = find_chains(known.trace, facts, seed, 2)
+        ways = [_divided(known, chain, machine, block) for chain in chains if can_hoist(known.trace, chain.rule, facts)]
+        peak, best = min(ways, key=lambda way: way[0], default=(forecast.peak, known))
+        if peak < forecast.peak:
             return best
     return None
 
 
+def _divided(known: Sliced, chain: Slice, machine: Machine, block: int) -> tuple[int, Sliced]:
+    """Return the peak with a chain in as many parts as are worth having, and the slices with it."""
+    peak, best = predict(known.trace, machine).peak, known
+    for cut in _doubled(chain, known.trace):
+        try:
+            trace = unroll(known.trace, cut, block).trace
+            check(trace)
+        except (ValueError, BrokenTrace):
+            break
+        lower = predict(trace, machine).peak
+        if lower > peak * (1 - WORTH):
+            break
+        peak, best = lower, Sliced(trace, (*known.slices, cut))
+    return peak, best
+
+
 def _seeds(trace: Trace, at: int) -> Iterable[str]:
     """Return the ops that make the largest values at an op, apart from inputs."""
-    live = predict_live(trace, at)
-    return [name for name, _ in sorted(live.items(), key=lambda pair: -pair[1])[:SEEDS]]
+    made = ((op, first, last) for op, _, first, last in spans(trace) if not op.is_input and len(op.makes) == 1)
+    live = [op for op, first, last in made if first <= at <= last]
+    return [op.name for op in sorted(live, key=lambda op: -op.nbytes)[:SEEDS]]
 
 
-def predict_live(trace: Trace, at: int) -> dict[str, int]:
-    """Map the ops that make what is live at an op to the bytes; a view's source stands for it."""
-    from ..ir.liveness import spans
-
-    return {
-        op.name: made.nbytes
-        for op, made, first, last in spans(trace)
-        if first <= at <= last and not op.is_input and len(op.makes) == 1
-    }
-
-
-def _doubled(chain: Slice) -> Iterable[Slice]:
-    """Yield the chain in 2, 4, 8, ... parts."""
+def _doubled(chain: Slice, trace: Trace) -> Iterable[Slice]:
+    """Yield the chain in 2, 4, 8, ... parts, as long as a part is of enough rows of the products in it."""
+    counts = [rows_of(type_shape(trace.op[name].type), rule.makes) for name, rule in chain.rules if rule.makes]
     parts = 2
-    while parts <= min(MOST_PARTS, chain.rows) and chain.rows // parts >= min(LEAST_ROWS, chain.rows // 2):
+    while parts <= min(MOST_PARTS, chain.rows) and max(counts) // parts >= min(LEAST_ROWS, max(counts) // 2):
         yield replace(chain, parts=parts)
         parts *= 2
