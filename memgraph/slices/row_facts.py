@@ -177,6 +177,7 @@ def _batched_product(node: fx.Node) -> Iterator[RowRule]:
     yield RowRule((0, 1), ((0, 1), (0, 1)))
     yield RowRule((1, 2), ((1, 2), None))
     yield RowRule((2, 3), (None, (2, 3)))
+    yield RowRule(None, ((2, 3), (1, 2)))
 
 
 def _embedded(node: fx.Node) -> Iterator[RowRule]:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes import Op
-from passes.slices import unroll
-from passes.slices.hoist import ONE
+from passes.slices import parts
+from passes.slices.hoist import ONE, SCALE as SCALE_LINE
+from passes.slices.parts import Origin
 from passes.slices.row_rule import type_shape
-from passes.slices.unroll import Origin, Unrolled
+from passes.slices.unroll import Unrolled
 
 from ..graph.nodes import aten, fake_result
 from ..graph.rewrite import fake_mode
@@ -25,9 +26,10 @@ from .slice_ops import SCALE
 SIZES = {**dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)}
 SIZES |= {aten.slice_backward.default: 1, aten.zeros.default: 0, aten.full.default: 0}
 WRITERS = {
-    unroll.WRITE: aten.copy_.default,
-    unroll.ADD: aten.add_.Tensor,
-    unroll.ADD_PRODUCT: aten.addmm_.default,
+    parts.WRITE: aten.copy_.default,
+    parts.ADD: aten.add_.Tensor,
+    parts.ADD_PRODUCT: aten.addmm_.default,
+    parts.ADD_BATCHED: aten.baddbmm_.default,
 }
 
 
@@ -76,10 +78,12 @@ class _Writer:
         where = {"dtype": value.dtype, "device": value.device}
         if op.fn == ONE:
             return self._call(op, aten.ones.default, list(value.shape), **where)
-        if op.fn == unroll.EMPTY:
+        if op.fn == parts.EMPTY:
             return self._shared(self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value)
-        if op.fn == unroll.SCALE:
+        if op.fn == SCALE_LINE:
             return self._shared(self._call(op, SCALE, *reads), value)
+        if op.fn == parts.ALL and op.name == source.name:
+            return self._shared(self._call(op, aten.alias.default, *reads), value)
         if op.fn in WRITERS:
             return self._call(op, WRITERS[op.fn], *reads)
         return self._part(op, source, reads)
@@ -93,9 +97,7 @@ class _Writer:
             place = SIZES[source.target]
             node.args = (*node.args[:place], list(type_shape(op.type)), *node.args[place + 1 :])
         node.meta["val"] = fake_result(node, self.mode)
-        if op.name in self.old and op.makes or op.name == f"{source.name}__parts":
-            return self._shared(node, source.meta["val"])
-        return node
+        return self._shared(node, source.meta["val"]) if op.name == f"{source.name}__parts" else node
 
     def _shared(self, node: fx.Node, value: Tensor) -> fx.Node:
         """Let a node have the fake value of the captured one, which later views share."""

@@ -18,7 +18,6 @@ from passes.ir.invariants import check
 from passes.ir.liveness import released
 from passes.slices.chain import find_chains
 from passes.slices.choose import choose_slices
-from passes.slices.hoist import can_hoist
 from passes.slices.row_rule import RowFacts
 from passes.slices.slice import Slice
 from passes.slices.unroll import unroll
@@ -83,8 +82,7 @@ def _slice_of(trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: 
     own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
     for op in sorted(own, key=lambda op: -op.nbytes):
         for found in find_chains(trace, facts, op.name, parts):
-            if can_hoist(trace, found.rule, facts):
-                return found
+            return found
     has = "has no ops that can run in parts" if own else "makes no value in this step"
     raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
 

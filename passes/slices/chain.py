@@ -15,29 +15,40 @@ the batch where tokens are not alike, as in a loss that leaves out the last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..ir.trace import Op, Trace
+from .hoist import can_hoist
 from .row_rule import Dims, RowFacts, RowRule, rows_of, type_shape
 from .slice import Slice
 
 Facts = Callable[[str], RowFacts]  # of an op, by name
-LARGE = 4  # a value with at least this part of the seed's bytes is large: a mask, or rows in half precision
+# A value with at least this part of the seed's bytes is large: a mask, or rows in half precision. If such values lead
+# from a layer to the next, as the input of an MLP does, only larger ones count.
+LARGE = (4, 2, 1)
+ABSORBED = 32  # ops between those of a chain that may become part of it
 
 
 def find_chains(trace: Trace, facts: Facts, seed: str, parts: int) -> Iterator[Slice]:
-    """Yield the chains around what the op `seed` makes, to run in so many parts; those of the most rows first."""
+    """Yield the chains around what the op `seed` makes, to run in so many parts; those of the most rows first.
+
+    A chain of forward and backward runs in forward if it may; otherwise backward runs forward ops of it again.
+    """
     shape = type_shape(trace.op[seed].type)
     rules = facts(seed).rules
-    users = _users(trace)
+    users, made = _users(trace), frozenset(made.name for op in trace.ops if not op.is_input for made in op.makes)
     ways = [(rows_of(shape, rule.makes), rule) for rule in rules if rule.makes is not None]
     batches = {type_shape(op.type)[0] for op in trace.ops if op.fn == "input" and type_shape(op.type)}
     ways += [(batch, rule) for count, rule in ways for batch in batches if batch < count and count % batch == 0]
     for rows, rule in sorted(ways, key=lambda way: -way[0]):
-        growth = _Growth(trace, facts, users, rows, trace.op[seed].nbytes // LARGE)
-        if rows > 1 and growth.grows_from(seed, rule) and (found := growth.slice(parts)) is not None:
-            yield found
+        for reruns, large in itertools.product((False, True), LARGE) if rows > 1 else ():
+            growth = _Growth(trace, facts, users, rows, trace.op[seed].nbytes // large, reruns, made)
+            found = growth.slice(parts) if growth.grows_from(seed, rule) else None
+            if found is not None and (reruns or can_hoist(trace, found.rule, facts)):
+                yield found
+                break
 
 
 def _users(trace: Trace) -> dict[str, list[str]]:
@@ -57,6 +68,8 @@ class _Growth:
     users: dict[str, list[str]]
     rows: int
     large: int  # bytes
+    reruns: bool
+    made: frozenset[str]  # storages that ops make, and not the caller
     rules: dict[str, RowRule] = field(default_factory=dict)
 
     def grows_from(self, seed: str, rule: RowRule) -> bool:
@@ -80,11 +93,16 @@ class _Growth:
 
     def _close(self) -> bool:
         """Add the ops between those of the chain; False if one of them can't run on rows."""
-        while outside := self._between():
+        for _ in range(ABSORBED):
+            outside = self._between()
+            if outside is None:
+                break
             found = self._consistent(outside)
             if found is None:
                 return False
             self._add(outside, found)
+        if self._between() is not None or self.reruns != self._is_apart():
+            return False
         return all(self._reads_rows(name) for name in self.rules)
 
     def slice(self, parts: int) -> Slice | None:
@@ -93,7 +111,7 @@ class _Growth:
         if len(tokens) > 1:
             return None
         rules = tuple((op.name, self.rules[op.name]) for op in self.trace.ops if op.name in self.rules)
-        return Slice(self.rows, max(tokens, default=0), parts, rules)
+        return Slice(self.rows, max(tokens, default=0), parts, rules, self.reruns)
 
     def _neighbours(self, op: Op, rule: RowRule) -> Iterable[str]:
         """Yield the ops that make or read the same large values."""
@@ -105,15 +123,15 @@ class _Growth:
                 yield from self.users.get(read, ())
 
     def _is_large(self, value: str) -> bool:
-        """Return True for a value of this size that an op makes, or a view of one."""
-        ops = self.trace.op
-        return not ops[value].is_input and self.large <= max(
-            (self.trace.nbytes[held] for held in ops[value].holds if not ops[held.split(".")[0]].is_input), default=0
-        )
+        """Return True if an op of the step made the bytes of a value, and they are many."""
+        held = [storage for storage in self.trace.op[value].holds if storage in self.made]
+        return self.large <= max((self.trace.nbytes[storage] for storage in held), default=0)
 
     def _consistent(self, name: str) -> RowRule | None:
         """Return the way in which an op runs on the rows of the values of the chain that it reads."""
         op = self.trace.op[name]
+        if op.once or op.draws:
+            return None
         for rule in self.facts(name).rules:
             reads = list(zip(op.reads, rule.reads, strict=True))
             known = [(read, dims) for read, dims in reads if read in self.rules]
@@ -149,16 +167,26 @@ class _Growth:
         return all(dims is not None and dims == self.rules[read].makes for read, dims in reads if read in self.rules)
 
     def _between(self) -> str | None:
-        """Return an op outside of the chain that one of the chain depends on, and that depends on one."""
-        behind: dict[str, str] = {}  # an op outside that depends on the chain -> the last such op before it
+        """Return an op outside of the chain that one of the chain depends on, and that depends on one.
+
+        If forward ops run again in backward, ops of the same phase count.
+        """
+        behind = set[str]()
         for op in self.trace.ops:
-            late = [read for read in op.reads if read in behind]
+            late = [read for read in op.reads if read in behind and self._counts(read, op)]
             if op.name in self.rules:
                 if late:
                     return late[0]
-            elif late or any(read in self.rules for read in op.reads):
-                behind[op.name] = op.name
+            elif late or any(read in self.rules and self._counts(read, op) for read in op.reads):
+                behind.add(op.name)
         return None
+
+    def _counts(self, read: str, op: Op) -> bool:
+        return not self.reruns or self.trace.op[read].phase == op.phase
+
+    def _is_apart(self) -> bool:
+        """Return True if the chain has ops of both phases, and can't run in one."""
+        return self.reruns and len({self.trace.op[name].phase for name in self.rules}) > 1
 
     def _divided(self) -> Iterable[tuple[tuple[int, ...], Dims]]:
         """Yield shape and dimensions of all that is divided."""

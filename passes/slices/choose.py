@@ -17,7 +17,6 @@ from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..simulate.forecast import predict
 from .chain import Facts, find_chains
-from .hoist import can_hoist
 from .row_rule import rows_of, type_shape
 from .slice import Slice
 from .unroll import unroll
@@ -37,42 +36,43 @@ class Sliced:
     slices: tuple[Slice, ...] = ()
 
 
-def choose_slices(trace: Trace, machine: Machine, facts: Facts, block: int = 1) -> Sliced:
+def choose_slices(trace: Trace, machine: Machine, facts: Facts, unit: int = 1, reruns: bool = False) -> Sliced:
     """Return the slices that lower the peak of a step that has no plan; none if it fits the budget.
 
     Args:
         facts: how ops run on rows.
-        block: bytes that an allocation is rounded up to.
+        unit: bytes that an allocation is rounded up to.
+        reruns: whether chains may be taken that run forward ops again in backward.
     """
     best, peak = Sliced(trace), predict(trace, machine).peak
     for _ in range(CHAINS):
         if peak <= machine.budget:
             break
-        found = _next(best, machine, facts, block)
+        found = _next(best, machine, facts, unit, reruns)
         if found is None:
             break
         best, peak = found, predict(found.trace, machine).peak
     return best
 
 
-def _next(known: Sliced, machine: Machine, facts: Facts, block: int) -> Sliced | None:
+def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool) -> Sliced | None:
     """Return the slices with one more; None if no chain at the peak is worth it."""
     forecast = predict(known.trace, machine)
     for seed in _seeds(known.trace, forecast.peak_index):
         chains = find_chains(known.trace, facts, seed, 2)
-        ways = [_divided(known, chain, machine, block) for chain in chains if can_hoist(known.trace, chain.rule, facts)]
+        ways = [_divided(known, chain, machine, unit) for chain in chains if reruns or not chain.reruns]
         peak, best = min(ways, key=lambda way: way[0], default=(forecast.peak, known))
         if peak < forecast.peak:
             return best
     return None
 
 
-def _divided(known: Sliced, chain: Slice, machine: Machine, block: int) -> tuple[int, Sliced]:
+def _divided(known: Sliced, chain: Slice, machine: Machine, unit: int) -> tuple[int, Sliced]:
     """Return the peak with a chain in as many parts as are worth having, and the slices with it."""
     peak, best = predict(known.trace, machine).peak, known
     for cut in _doubled(chain, known.trace):
         try:
-            trace = unroll(known.trace, cut, block).trace
+            trace = unroll(known.trace, cut, unit).trace
             check(trace)
         except (ValueError, BrokenTrace):
             break

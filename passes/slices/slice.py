@@ -24,12 +24,14 @@ class Slice:
         tokens: rows of a sequence; 0 if rows are not divided into sequences.
         parts: into which they are divided, about.
         rules: how each op runs on some of the rows, in the order of the trace.
+        reruns: True if backward runs forward ops of the chain again, since none of its large values is kept.
     """
 
     rows: int
     tokens: int
     parts: int
     rules: tuple[tuple[str, RowRule], ...]
+    reruns: bool = False
 
     @cached_property
     def rule(self) -> dict[str, RowRule]:
@@ -42,10 +44,11 @@ class Slice:
     def __str__(self) -> str:
         of = f" of {self.tokens}" if self.tokens else ""
         ops = " ".join(f"{name}[{rule}]" for name, rule in self.rules)
-        return f"slice {self.rows} rows{of} in {self.parts} parts: {ops}"
+        again = ", run again" if self.reruns else ""
+        return f"slice {self.rows} rows{of} in {self.parts} parts{again}: {ops}"
 
 
-LINE = re.compile(r"slice (\d+) rows(?: of (\d+))? in (\d+) parts: (.+)")
+LINE = re.compile(r"slice (\d+) rows(?: of (\d+))? in (\d+) parts(, run again)?: (.+)")
 OP = re.compile(r"([^\s[]+)\[([^]]+)\]")
 
 
@@ -56,9 +59,9 @@ def parse_slice(line: str) -> Slice:
         ValueError: the line is no slice.
     """
     if match := LINE.fullmatch(line):
-        rows, tokens, parts, ops = match.groups()
+        rows, tokens, parts, again, ops = match.groups()
         rules = tuple((name, parse_rule(rule)) for name, rule in OP.findall(ops))
-        found = Slice(int(rows), int(tokens or 0), int(parts), rules)
+        found = Slice(int(rows), int(tokens or 0), int(parts), rules, bool(again))
         if str(found) == line:
             return found
     raise ValueError(f"not a slice: {line!r}\nwrite e.g.: slice 64 rows in 4 parts: mm[0:1<0:1,-] relu[0:1<0:1]")
