@@ -206,7 +206,9 @@ def _refuse_unknown(model: nn.Module, options: CompileOptions) -> None:
     for option, names in (("opaque", opaque), ("slices", slices)):
         for name in names:
             if name not in paths:
-                raise ValueError(f"{option} has {name!r}, which is no submodule; give paths as model.named_modules() does")
+                raise ValueError(
+                    f"{option} has {name!r}, which is no submodule; give paths as model.named_modules() does"
+                )
 
 
 def _refuse_parts(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ class Captured:
 
     `counters` are numbers on the module that forward changes, and on which the graph does not depend.
 
-    `slices` are carried out in the graph; `whole` is the step without them.
+    `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
     """
 
     graph: fx.GraphModule
@@ -73,6 +73,7 @@ class Captured:
     opaque: tuple[Part, ...] = ()
     slices: tuple[Slice, ...] = ()
     whole: Captured | None = None
+    whole_nbytes: int = 0
 
     @property
     def unsliced(self) -> Captured:

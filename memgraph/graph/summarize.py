@@ -160,7 +160,9 @@ def _once(node: fx.Node, written: set[fx.Node]) -> bool:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """Return the ops that read an input which the step writes to, or make or read what later ops write to."""
-    last = {storage: i for i, node in enumerate(graph.nodes) for read in written_inputs(node) for storage in storages(read)}
+    last = {
+        storage: i for i, node in enumerate(graph.nodes) for read in written_inputs(node) for storage in storages(read)
+    }
     inputs = all_storages([*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")])
     last |= dict.fromkeys(inputs & last.keys(), len(graph.nodes))
     found = set()

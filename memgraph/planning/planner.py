@@ -102,10 +102,10 @@ class Planner:
             return step.without_other_outputs(planned.needed_nbytes)
 
     def _planned(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
     ) -> Step | OtherOutputsDropped:
         began = time.perf_counter()
-        graph = self._capture(call, progress, earlier)
+        graph = self._capture(call, progress, earlier, reruns)
         refuse_value_run(call, graph)
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
@@ -119,6 +119,9 @@ class Planner:
             known = earlier.accumulated_plan if earlier is not None else None
             result = graph.ranks.choose(trace, machine, replace(search, known=known))
         except (BudgetError, PlanError) as error:
+            if self.options.slices == "auto" and not reruns and not graph.ranks.plan_together:
+                again = EarlierCapture(graph.captured.unsliced) if graph.captured.slices else earlier
+                return self._planned(call, progress, again, reruns=True)
             if for_scalars is not None:
                 return OtherOutputsDropped(for_scalars, needed_nbytes(error, trace, machine))
             if isinstance(error, PlanError):
@@ -128,10 +131,12 @@ class Planner:
         step = self._step(graph, machine, result, later.accumulated(result, machine), began)
         return step if call.nearby is None else step.without_replan()
 
-    def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
+    def _capture(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
+    ) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused)
+            return capture_step(call, self._current_target, self.state, self.options, reused, reruns)
 
     def _current_target(self) -> Target:
         target = self.targets.current()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import Machine, Trace, predict
+from passes import Trace
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
@@ -24,13 +24,12 @@ from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
 from ..graph.gradient_sums import with_sums_in_place
-from ..graph.summarize import summarize
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
-from ..slices.step_slices import chosen_slices, given_slices
+from ..slices.step_slices import SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import OutputSelector
@@ -85,9 +84,12 @@ class StepGraph:
 
 
 def capture_step(
-    call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None
-) -> StepGraph:
+    call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None,
+    reruns: bool = False,
+) -> StepGraph:  # fmt: skip
     """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
+
+    With `reruns` slices="auto" may run forward ops again in backward.
 
     Raises:
         CaptureError: the call can't be captured.
@@ -98,7 +100,7 @@ def capture_step(
         refuse_hooks(module)
         state.before_capture()
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
-        captured = _in_slices(captured, where, state, options)
+        captured = _in_slices(captured, where, state, options, reruns)
         captured, trained = state.insert_ops(captured, state.trained(captured))
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
@@ -114,19 +116,15 @@ def capture_step(
     return step(captured.graph.graph, None if is_only else step(_accumulating(captured, module, options)))
 
 
-def _in_slices(captured: Captured, target: Target, state: OptimizerState, options: CompileOptions) -> Captured:
-    """Return the step in the slices that are asked for; "auto" leaves one that fits as it is."""
-    asked, device = options.slices, target.device
-    if saved := next((plan.slices for plan in options.plans if plan.slices), ()):
-        return given_slices(captured, saved, device)
-    if asked is None:
-        return captured
-    trace = summarize(captured.graph.graph)
-    machine = Machine(target.budget, str(device))
-    states = predict(state.add_update(trace, captured.graph.graph, state.trained(captured)), machine).peak
-    if asked == "auto" and states <= target.budget:
-        return captured
-    return chosen_slices(captured, asked, target.budget - states + predict(trace, machine).peak, device)
+def _in_slices(
+    captured: Captured, target: Target, state: OptimizerState, options: CompileOptions, reruns: bool
+) -> Captured:
+    """Return the step in the slices that are asked for."""
+    saved = next((plan.slices for plan in options.plans if plan.slices), ())
+    request = SliceRequest(options.slices, saved, target.budget, target.device, reruns)
+    return in_slices(
+        captured, request, lambda trace: state.add_update(trace, captured.graph.graph, state.trained(captured))
+    )
 
 
 def _accumulating(captured: Captured, module: nn.Module, options: CompileOptions) -> fx.Graph:

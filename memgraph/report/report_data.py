@@ -76,6 +76,7 @@ class ReportData:
         assumptions: values of tensors on which the step rests, in the order in which it checks them.
         opaque: submodules that run as they are, each call as one op.
         slices: chains of ops that run in parts of their rows.
+        whole: peak bytes of the step as captured, without slices; 0 if there are none.
         value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
@@ -105,6 +106,7 @@ class ReportData:
     assumptions: tuple[Assumption, ...] = ()
     opaque: tuple[OpaqueRow, ...] = ()
     slices: tuple[Slice, ...] = ()
+    whole: int = 0
     value_run: int = 0
     unmeasured: str = ""
 

@@ -106,7 +106,9 @@ def record_plan(choice: PlanResult, machine: Machine, slices: tuple[Slice, ...] 
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
-    return SavedPlan(choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven, slices)
+    return SavedPlan(
+        choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven, slices
+    )
 
 
 def saved_plan(given: PlanRecord) -> SavedPlan:

@@ -2,6 +2,7 @@
 
 step_slices     the step in slices: what `slices=` asks for
 row_facts       how each op runs on some of its rows
+linear_reads    in which of its reads an op is linear
 row_losses      losses over classes, row by row
 sliced_graph    the graph that runs a sliced trace
 slice_ops       the op that scales what ran with a tangent of 1

@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from passes.slices.row_rule import Dims, RowFacts, RowRule
 
 from ..graph.nodes import aten, changes_inputs, is_random
+from .linear_reads import COPIES, VIEWS, ZEROS, linear_reads
 
-Linear = tuple[tuple[int, ...], ...]
 Shape = tuple[int, ...]
 
 
@@ -35,11 +35,11 @@ def row_facts(node: fx.Node) -> RowFacts:
     if rules is None:
         return RowFacts()
     found = tuple(rule for rule in rules(node) if len(rule.reads) == len(node.all_input_nodes))
-    return RowFacts(found, _linear(node))
+    return RowFacts(found, linear_reads(node))
 
 
 def _is_elementwise(target: OpOverload) -> bool:
-    return torch.Tag.pointwise in target.tags or target in ELEMENTWISE
+    return torch.Tag.pointwise in target.tags or target in COPIES
 
 
 def _elementwise(node: fx.Node) -> Iterator[RowRule]:
@@ -93,7 +93,8 @@ def _permuted(order: Callable[[fx.Node], Sequence[int]]) -> Callable[[fx.Node], 
 def _order_of_transpose(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     order = list(range(rank))
-    first, second = (dim % rank for dim in node.args[1:3])  # type: ignore[operator]
+    dims: Any = node.args[1:3]
+    first, second = (dim % rank for dim in dims)
     order[first], order[second] = order[second], order[first]
     return order
 
@@ -101,7 +102,8 @@ def _order_of_transpose(node: fx.Node) -> list[int]:
 def _order_of_unsqueeze(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     order = list(range(rank - 1))
-    order.insert(node.args[1] % rank, -1)  # type: ignore[operator]
+    dim: Any = node.args[1]
+    order.insert(dim % rank, -1)
     return order
 
 
@@ -225,42 +227,6 @@ def _shape(node: fx.Node) -> Shape:
     return tuple(node.meta["val"].shape)
 
 
-def _linear(node: fx.Node) -> Linear:
-    """Return the groups of reads in which an op is linear."""
-    if not node.meta["val"].is_floating_point():
-        return ()
-    target, arguments = node.target, node.args
-    place = {read: i for i, read in enumerate(node.all_input_nodes)}
-    tensors = [place[read] for read in arguments if isinstance(read, fx.Node)]
-    if target in LINEAR:
-        return ((place[arguments[0]],),) if isinstance(arguments[0], fx.Node) else ()
-    if target in BILINEAR:
-        return tuple((each,) for each in tensors) if len(set(tensors)) == 2 else ((tensors[0],),) if len(tensors) == 1 else ()
-    if target in ADDITIVE:
-        return (tuple(tensors),) if len(tensors) == 2 else ()
-    if target in (aten.cat.default, aten.scatter_add.default, aten.scatter.src):
-        return (tuple(i for read, i in place.items() if read.meta["val"].is_floating_point()),)
-    if target is aten.masked_fill.Scalar:
-        return ((0,),) if arguments[2] == 0 else ()
-    if target is aten.where.self:
-        chosen = tuple(place[read] for read in arguments[1:] if isinstance(read, fx.Node))
-        return (chosen, *(tuple(c for c in chosen if c != place[z]) for z in arguments[1:] if _is_zero(z)))
-    schema = target._schema.arguments  # type: ignore[union-attr]
-    is_gradient = bool(schema) and schema[0].name in ("grad", "grad_output")
-    return ((0,),) if is_gradient and isinstance(arguments[0], fx.Node) else ()
-
-
-def _is_zero(value: object) -> bool:
-    """Return True for a node that makes zeros."""
-    if not isinstance(value, fx.Node):
-        return False
-    full = value.target in (aten.full.default, aten.scalar_tensor.default, aten.full_like.default)
-    return value.target in ZEROS or (full and value.args[-1] == 0)
-
-
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-ELEMENTWISE = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     **dict.fromkeys(VIEWS, _viewed),
     aten.t.default: _permuted(lambda node: range(len(_shape(node)))[::-1]),
@@ -294,11 +260,3 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.nll_loss_backward.default: _loss_gradient,
     **dict.fromkeys((*ZEROS, aten.full.default, aten.full_like.default, aten.new_full.default), _constant),
 }
-LINEAR = (
-    *VIEWS, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor, aten.sum.default,
-    aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.neg.default, aten.mul.Scalar, aten.div.Scalar,
-    aten.div.Tensor, aten.gather.default, aten.select.int, *ELEMENTWISE, *ZEROS,
-)  # fmt: skip
-BILINEAR = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
-ADDITIVE = (aten.add.Tensor, aten.sub.Tensor)

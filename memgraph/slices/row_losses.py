@@ -26,16 +26,16 @@ LOSS = aten.nll_loss_forward.default
 def write_losses_by_row(graph: fx.Graph) -> None:
     """Rewrite the losses of a graph that have no weights of classes. Changes the graph."""
     for node in graph.find_nodes(op="call_function", target=LOSS):
-        values, target, weight = node.args[:3]
-        is_matrix = values.meta["val"].dim() == 2 and target.meta["val"].dim() == 1  # type: ignore[union-attr]
-        if weight is None and is_matrix:
+        values, target = (read.meta["val"] for read in node.all_input_nodes[:2])
+        if node.args[2] is None and values.dim() == 2 and target.dim() == 1:
             _rewrite(node)
 
 
 def _rewrite(node: fx.Node) -> None:
     graph, mode = node.graph, fake_mode(node.graph)
-    values, target, _, reduction, ignored = node.args
-    value: Tensor = values.meta["val"]  # type: ignore[union-attr]
+    values, target = node.all_input_nodes[:2]
+    reduction, ignored = node.args[3:5]
+    value: Tensor = values.meta["val"]
 
     def add(target: object, *args: object, **kwargs: object) -> fx.Node:
         new = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]

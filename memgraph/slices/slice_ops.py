@@ -1,6 +1,6 @@
 """The op that scales, in backward, what forward made with a tangent of 1.
 
-    y = memgraph_slices::scale_(x, factor)      x is multiplied in place; it is left as it is if the factor is 1
+y = memgraph_slices::scale_(x, factor)      x is multiplied in place; it is left as it is if the factor is 1
 """
 
 from __future__ import annotations

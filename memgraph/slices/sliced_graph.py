@@ -12,14 +12,15 @@ from torch import Tensor, fx
 
 from passes import Op
 from passes.slices import parts
-from passes.slices.hoist import ONE, SCALE as SCALE_LINE
+from passes.slices.hoist import ONE
+from passes.slices.hoist import SCALE as SCALE_LINE
 from passes.slices.parts import Origin
 from passes.slices.row_rule import type_shape
 from passes.slices.unroll import Unrolled
 
 from ..graph.nodes import aten, fake_result
 from ..graph.rewrite import fake_mode
-from .row_facts import VIEWS
+from .linear_reads import VIEWS
 from .slice_ops import SCALE
 
 # Arguments that are sizes of the result.
@@ -79,7 +80,9 @@ class _Writer:
         if op.fn == ONE:
             return self._call(op, aten.ones.default, list(value.shape), **where)
         if op.fn == parts.EMPTY:
-            return self._shared(self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value)
+            return self._shared(
+                self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value
+            )
         if op.fn == SCALE_LINE:
             return self._shared(self._call(op, SCALE, *reads), value)
         if op.fn == parts.ALL and op.name == source.name:

@@ -1,19 +1,19 @@
 """Cut a captured step into slices, as `slices=` asks for.
 
-slices="auto"            ->   chains at the peak of a step that does not fit run in parts, as far as that lowers the peak
+slices="auto"            ->   chains at the peak of a step that does not fit run in parts, as far as that lowers it
 slices={"lm_head": 16}   ->   the chain around the largest value that this submodule makes, in 16 parts
 a saved plan             ->   the slices that it has
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from passes import Machine, Trace
+from passes import Machine, Trace, predict
 from passes.ir.invariants import check
 from passes.ir.liveness import released
 from passes.slices.chain import find_chains
@@ -33,28 +33,63 @@ from .sliced_graph import sliced_graph
 Parts = Mapping[str, int]  # by the path of a submodule
 
 
-def chosen_slices(captured: Captured, asked: str | Parts, budget: int, device: torch.device) -> Captured:
-    """Return the step in the slices that are asked for; unchanged if "auto" finds none that help.
+@dataclass(frozen=True)
+class SliceRequest:
+    """Which slices are asked for.
+
+    Attributes:
+        asked: "auto", parts by the path of a submodule, or None.
+        saved: the slices of a saved plan, which count instead.
+        budget: bytes of the device.
+        reruns: "auto" may take chains whose forward ops run again in backward.
+    """
+
+    asked: str | Parts | None
+    saved: tuple[Slice, ...]
+    budget: int
+    device: torch.device
+    reruns: bool = False
+
+
+def in_slices(captured: Captured, request: SliceRequest, with_state: Callable[[Trace], Trace]) -> Captured:
+    """Return the step in the slices that are asked for; "auto" leaves it whole if it fits, or if no slice helps.
+
+    Args:
+        with_state: returns a trace with optimizer states and update.
 
     Raises:
-        ValueError: a submodule has no ops that can run in parts.
+        ValueError: a submodule has no ops that can run in parts, or the step does not have the ops of a saved slice.
     """
+    if request.asked is None and not request.saved:
+        return captured
+    trace, machine = summarize(captured.graph.graph), Machine(request.budget, str(request.device))
+    peak = predict(with_state(trace), machine).peak
+    if peak <= request.budget and request.asked == "auto" and not request.saved:
+        return captured
     graph = _prepared(captured.graph.graph)
+    states = peak - predict(trace, machine).peak
+    slices = request.saved or _chosen(graph, request, replace(machine, budget=request.budget - states))
+    for cut in slices:
+        unrolled = unroll(summarize(graph), cut, _unit(request))
+        check(unrolled.trace)
+        graph = sliced_graph(graph, unrolled)
+    if not slices:
+        return captured
+    module = fx.GraphModule(captured.graph, graph)
+    return replace(captured, graph=module, slices=slices, whole=captured, whole_nbytes=peak)
+
+
+def _chosen(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[Slice, ...]:
+    """Return the slices of a graph that a submodule, or "auto", asks for."""
     trace, facts = summarize(graph), _facts(graph)
-    if isinstance(asked, str):
-        slices = choose_slices(released(trace), Machine(budget, str(device)), facts, block_nbytes(1, device)).slices
-    else:
-        slices = tuple(_slice_of(trace, facts, path, parts) for path, parts in asked.items())
-    return _carried_out(captured, graph, slices, device)
+    if isinstance(request.asked, Mapping):
+        return tuple(_slice_of(trace, facts, path, parts) for path, parts in request.asked.items())
+    return choose_slices(released(trace), machine, facts, _unit(request), request.reruns).slices
 
 
-def given_slices(captured: Captured, slices: Sequence[Slice], device: torch.device) -> Captured:
-    """Return the step in these slices.
-
-    Raises:
-        ValueError: it does not have the ops of a slice.
-    """
-    return _carried_out(captured, _prepared(captured.graph.graph), slices, device)
+def _unit(request: SliceRequest) -> int:
+    """Return the bytes that an allocation is rounded up to."""
+    return block_nbytes(1, request.device)
 
 
 def _prepared(graph: fx.Graph) -> fx.Graph:
@@ -91,13 +126,3 @@ def _is_in(where: str, path: str) -> bool:
     """Return True if an op is of a submodule, or of one within it."""
     module = where.partition(" ")[0]
     return f".{path}." in f".{module}."
-
-
-def _carried_out(captured: Captured, graph: fx.Graph, slices: Sequence[Slice], device: torch.device) -> Captured:
-    if not slices:
-        return captured
-    for cut in slices:
-        unrolled = unroll(summarize(graph), cut, block_nbytes(1, device))
-        check(unrolled.trace)
-        graph = sliced_graph(graph, unrolled)
-    return replace(captured, graph=fx.GraphModule(captured.graph, graph), slices=tuple(slices), whole=captured)

@@ -4,6 +4,9 @@ row_rule     how an op runs on some of its rows
 chain        find the ops around a large value that can run on rows together
 part_rows    which rows each part has
 slice        Slice: a decision; it prints and parses back
+hoist        backward ops that run in forward, with a tangent of 1
+blocks       the blocks in which a chain runs
+parts        the ops of a block, once for each part
 unroll       the trace in which a slice is carried out
 choose       which chains, in how many parts
 """

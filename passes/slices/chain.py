@@ -8,9 +8,9 @@
     d = log_softmax_backward(g_1, b)
     e = mm(d, w)                    f32[64, 8]
 
-The chain is every op that reads or makes rows of a large value, from the seed on. Ops between two of the chain belong to
-it as well. There may be a chain for each way to divide the seed: with tokens as rows, with columns, or with the samples of
-the batch where tokens are not alike, as in a loss that leaves out the last.
+The chain is every op that reads or makes rows of a large value, from the seed on, and ops between two of these. There
+may be one for each way to divide the seed: with tokens as rows, with columns, or with the samples of the batch where
+tokens are not alike, as in a loss that leaves out the last.
 """
 
 from __future__ import annotations
@@ -128,19 +128,17 @@ class _Growth:
         return self.large <= max((self.trace.nbytes[storage] for storage in held), default=0)
 
     def _consistent(self, name: str) -> RowRule | None:
-        """Return the way in which an op runs on the rows of the values of the chain that it reads."""
+        """Return the way in which an op runs on the rows that ops of the chain make or read; None if there is none."""
         op = self.trace.op[name]
         if op.once or op.draws:
             return None
+        wanted = self._dims_by_users(name)
         for rule in self.facts(name).rules:
-            reads = list(zip(op.reads, rule.reads, strict=True))
-            known = [(read, dims) for read, dims in reads if read in self.rules]
-            wanted = {self._dims_by_users(name)} - {None}
-            if all(dims is not None and dims == self.rules[read].makes for read, dims in known) and (
-                not wanted or rule.makes in wanted
-            ):
-                if (known or wanted) and self._has_rows(op, rule):
-                    return rule
+            reads = zip(op.reads, rule.reads, strict=True)
+            known = [dims is not None and dims == self.rules[read].makes for read, dims in reads if read in self.rules]
+            is_beside = bool(known) or wanted is not None
+            if is_beside and all(known) and wanted in (None, rule.makes) and self._has_rows(op, rule):
+                return rule
         return None
 
     def _dims_by_users(self, name: str) -> Dims | None:

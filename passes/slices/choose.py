@@ -1,6 +1,6 @@
 """Choose which chains of a step run in parts, and in how many.
 
-peak 2916 MB at log_softmax, 206 MB each: logits, their softmax, their gradient   ->   slice 1024 rows in 8 parts: mm ...
+logits, their softmax and its gradient of 206 MB each at the peak   ->   slice 1024 rows in 16 parts: mm ...
 
 The largest value that exists at the peak is the seed of a chain. Its number of parts is doubled as long as that lowers
 the peak by a share worth having and a part has enough rows. Then the next peak is looked at, until no chain helps.
@@ -17,14 +17,14 @@ from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..simulate.forecast import predict
 from .chain import Facts, find_chains
-from .row_rule import rows_of, type_shape
+from .row_rule import RowFacts, rows_of, type_shape
 from .slice import Slice
 from .unroll import unroll
 
 WORTH = 0.01  # of the peak: what a slice, or twice its parts, has to save
 LEAST_ROWS = 64  # of a part: matrix products of fewer rows are slower a row
 MOST_PARTS = 128
-CHAINS = 16
+CHAINS = 8  # of different forms
 SEEDS = 4  # the largest values at a peak
 
 
@@ -48,11 +48,21 @@ def choose_slices(trace: Trace, machine: Machine, facts: Facts, unit: int = 1, r
     for _ in range(CHAINS):
         if peak <= machine.budget:
             break
-        found = _next(best, machine, facts, unit, reruns)
+        found = _next(best, machine, _of_captured(facts, trace, best.trace), unit, reruns)
         if found is None:
             break
         best, peak = found, predict(found.trace, machine).peak
     return best
+
+
+def _of_captured(facts: Facts, captured: Trace, trace: Trace) -> Facts:
+    """Return the facts of the ops that are as captured: slices give names of captured ops to others."""
+
+    def known(name: str) -> RowFacts:
+        same = name in captured.op and captured.op[name].fn == trace.op[name].fn
+        return facts(name) if same else RowFacts()
+
+    return known
 
 
 def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool) -> Sliced | None:
@@ -63,8 +73,25 @@ def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool
         ways = [_divided(known, chain, machine, unit) for chain in chains if reruns or not chain.reruns]
         peak, best = min(ways, key=lambda way: way[0], default=(forecast.peak, known))
         if peak < forecast.peak:
-            return best
+            return _alike(known, best, seed, facts, unit)
     return None
+
+
+def _alike(known: Sliced, best: Sliced, seed: str, facts: Facts, unit: int) -> Sliced:
+    """Return the slices with those of layers that are alike, which are cut alike."""
+    before, chosen = known.trace.op, best.slices[-1]
+    form = [(before[name].fn, rule) for name, rule in chosen.rules]
+    others = [op.name for op in known.trace.ops if (op.fn, op.type) == (before[seed].fn, before[seed].type)]
+    for other in others:
+        if other in chosen.rule or other not in best.trace.op:
+            continue
+        for chain in find_chains(best.trace, _of_captured(facts, known.trace, best.trace), other, chosen.parts):
+            if (chain.reruns, [(best.trace.op[name].fn, rule) for name, rule in chain.rules]) == (chosen.reruns, form):
+                trace = unroll(best.trace, chain, unit).trace
+                check(trace)
+                best = Sliced(trace, (*best.slices, chain))
+                break
+    return best
 
 
 def _divided(known: Sliced, chain: Slice, machine: Machine, unit: int) -> tuple[int, Sliced]:

@@ -53,14 +53,15 @@ class Hoisted:
             makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
             renamed |= {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
             holds = tuple(renamed.get(held, held) for held in op.holds)
-            yield replace(op, name=name, reads=tuple(map(self.source, op.reads)), makes=makes, holds=holds, phase="forward")
+            yield replace(
+                op, name=name, reads=tuple(map(self.source, op.reads)), makes=makes, holds=holds, phase="forward"
+            )
 
     def scaled(self, op: Op) -> Op:
         """Return the op that scales a result in backward."""
         parts = f"{op.name}__parts"
-        return Op(
-            op.name, SCALE, (parts, self.tangent.name), (), (parts,), "backward", once=True, type=op.type, where=op.where
-        )  # fmt: skip
+        reads, where = (parts, self.tangent.name), op.where
+        return Op(op.name, SCALE, reads, (), (parts,), "backward", once=True, type=op.type, where=where)
 
 
 def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
@@ -123,9 +124,7 @@ def _dependents(trace: Trace, tangent: str, own: Collection[str]) -> set[str]:
     return dependent
 
 
-def _dropped(
-    trace: Trace, chain: Collection[str], outside: Collection[str], scales: Collection[str]
-) -> frozenset[str]:
+def _dropped(trace: Trace, chain: Collection[str], outside: Collection[str], scales: Collection[str]) -> frozenset[str]:
     """Return the backward ops of the chain, and those before it that nothing else reads."""
     dropped = {name for name in chain if trace.op[name].phase == "backward" and name not in scales}
     returned = {value for _, value in trace.outputs}
@@ -133,7 +132,7 @@ def _dropped(
     for op in trace.ops:
         for read in op.reads:
             users.setdefault(read, set()).add(op.name)
-    for name in reversed(outside):
+    for name in reversed(tuple(outside)):
         if name not in returned and users.get(name, set()) <= dropped | set(scales):
             dropped.add(name)
     return frozenset(dropped)

@@ -10,6 +10,7 @@ dimension with several times as many elements as there are rows has so many of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,7 +52,9 @@ class PartRows:
             each = shape[dims[0]] // self.rows
             return [(self.begin * each, self.end * each)]
         first, last = self.begin // self.tokens, (self.end - 1) // self.tokens
-        tokens = (0, self.tokens) if last > first else (self.begin - first * self.tokens, self.end - first * self.tokens)
+        tokens = (
+            (0, self.tokens) if last > first else (self.begin - first * self.tokens, self.end - first * self.tokens)
+        )
         return [(first, last + 1), tokens]
 
 
@@ -70,4 +73,4 @@ def _ranges(count: int, parts: int) -> Iterator[tuple[int, int]]:
     """Yield ranges whose sizes differ by one at most."""
     parts = min(parts, count)
     ends = [count * i // parts for i in range(parts + 1)]
-    yield from zip(ends, ends[1:], strict=False)
+    yield from itertools.pairwise(ends)

@@ -70,9 +70,10 @@ class PartWriter:
             for name in self.block.names:
                 self._run(self.trace.op[name], part, rows)
         for name in self.block.names:
-            if name in self.block.returned and self._base(name) not in self._scaled:
-                op = self.trace.op[name]
-                self._add(self._line(name, ALL, (self._base(name),), op, type=op.type, holds_of=self._base(name)), Origin(name))
+            if name in self.block.returned and name not in self._scaled:
+                self._add(
+                    self._line(name, ALL, (self._base(name),), self.trace.op[name], self._base(name)), Origin(name)
+                )
         return self
 
     def _run(self, op: Op, part: int, rows: PartRows) -> None:
@@ -87,30 +88,40 @@ class PartWriter:
         if op.name in self.block.returned:
             place = self._rows(self._base(op.name), rule.makes, part, rows, f"{op.name}__at{part}")
             name = f"{op.name}__write{part}"
-            write = self._line(name, WRITE, (place, line.name), op, type=self.made[place].type, holds_of=place)
-            self._add(write, Origin(op.name))
+            self._add(self._line(name, WRITE, (place, line.name), self._known(place), place), Origin(op.name))
 
     def _sum(self, op: Op, reads: list[str], part: int, rows: PartRows) -> None:
         """Write an op whose results are added up."""
-        base, share, origin = self._base(op.name), rows.count / self.cut.rows, Origin(op.name)
-        cost = {"us": op.us * share, "workspace": round(op.workspace * share)}
-        if part > 1 and op.fn in SUMS:
-            line = self._line(self._name(op.name, part), SUMS[op.fn], (base, *reads), op, type=op.type, holds_of=base)
-            self._add(replace(line, **cost), origin)
-            return
-        name = base if part == 1 else self._name(op.name, part)
+        base, name, origin = self._base(op.name), self._name(op.name, part), Origin(op.name)
+        if part == 1:
+            self._add(self._run_again(op, base, reads, rows), origin)
+        elif op.fn in SUMS:
+            line = self._line(name, SUMS[op.fn], (base, *reads), op, base)
+            self._add(self._priced(line, op, rows), origin)
+        else:
+            self._add(self._run_again(op, name, reads, rows), origin)
+            self._add(self._line(f"{op.name}__add{part}", ADD, (base, name), op, base), origin)
+
+    def _run_again(self, op: Op, name: str, reads: list[str], rows: PartRows) -> Op:
+        """Return an op on the rows of a part whose result is as large as that on all."""
         makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
-        facts = {"makes": makes, "holds": tuple(made.name for made in makes), "phase": self.block.phase, **cost}
-        self._add(replace(op, name=name, reads=tuple(reads), **facts), origin)
-        if part > 1:
-            self._add(self._line(f"{op.name}__add{part}", ADD, (base, name), op, type=op.type, holds_of=base), origin)
+        holds = tuple(made.name for made in makes)
+        line = op.rewritten(name, tuple(reads), makes, holds, self.block.phase, op.recomputes)
+        return self._priced(line, op, rows)
+
+    def _priced(self, line: Op, op: Op, rows: PartRows) -> Op:
+        """Return a line with its share of what an op costs."""
+        share = rows.count / self.cut.rows
+        return replace(line, us=op.us * share, workspace=round(op.workspace * share))
 
     def _read(self, value: str, dims: Dims | None, part: int, rows: PartRows) -> str:
         """Return the name of what a part reads for a value."""
         if value in self._own:
             return self._name(value, part)
         source = self.block.early.source(value) if self.block.early else value
-        return source if dims is None else self._rows(source, dims, part, rows, self._name(f"{source}__{dims[0]}", part))
+        if dims is None:
+            return source
+        return self._rows(source, dims, part, rows, self._name(f"{source}__{dims[0]}_{dims[1]}", part))
 
     def _rows(self, source: str, dims: Dims, part: int, rows: PartRows, name: str) -> str:
         """Write views that lead to the rows of a part, and return the name of the last."""
@@ -121,26 +132,20 @@ class PartWriter:
         for i, (dim, begin, end) in enumerate(views):
             shape[dim] = end - begin
             view = name if i == len(views) - 1 else f"{name}_{i}"
-            type = _typed(base.type, tuple(shape))
-            self._add(self._line(view, ROWS, (value,), base, type=type, holds_of=value), Origin(source, (dim, begin, end)))
+            line = self._line(view, ROWS, (value,), replace(base, type=_typed(base.type, tuple(shape))), value)
+            self._add(line, Origin(source, (dim, begin, end)))
             value = view
         return value
 
     def _part(self, op: Op, name: str, reads: list[str], rows: PartRows, dims: Dims) -> Op:
         """Return an op of the chain for the rows of a part."""
-        whole = type_shape(op.type)
-        type, share = _typed(op.type, rows.shape(whole, dims)), rows.count / self.cut.rows
-        if op.makes:
-            makes = tuple(
-                Storage(name + made.name.removeprefix(op.name), self._rounded(type_nbytes(type))) for made in op.makes
-            )
-            holds = tuple(made.name for made in makes)
-        else:
-            makes, holds = (), self._viewed(op, reads)
-        return replace(
-            op, name=name, reads=tuple(reads), makes=makes, holds=holds, type=type, phase=self.block.phase,
-            us=op.us * share, workspace=round(op.workspace * share),
-        )  # fmt: skip
+        type = _typed(op.type, rows.shape(type_shape(op.type), dims))
+        makes = tuple(
+            Storage(name + made.name.removeprefix(op.name), self._rounded(type_nbytes(type))) for made in op.makes
+        )
+        holds = tuple(made.name for made in makes) or self._viewed(op, reads)
+        line = op.rewritten(name, tuple(reads), makes, holds, self.block.phase, op.recomputes)
+        return replace(self._priced(line, op, rows), type=type)
 
     def _viewed(self, op: Op, reads: list[str]) -> tuple[str, ...]:
         """Return the storages that a view of a part holds."""
@@ -154,10 +159,10 @@ class PartWriter:
         made = Storage(name, nbytes)
         return Op(name, EMPTY, (), (made,), (name,), self.block.phase, type=op.type, where=op.where)
 
-    def _line(self, name: str, fn: str, reads: tuple[str, ...], like: Op, *, type: str, holds_of: str) -> Op:
-        """Return an op that makes nothing: a view, or one that writes."""
-        holds, phase = self._known(holds_of).holds, self.block.phase
-        return Op(name, fn, reads, (), holds, phase, once=fn in WRITES, type=type, where=like.where)
+    def _line(self, name: str, fn: str, reads: tuple[str, ...], like: Op, viewed: str) -> Op:
+        """Return an op that makes nothing, with a type and a place `like` another's: a view, or one that writes."""
+        holds, phase = self._known(viewed).holds, self.block.phase
+        return Op(name, fn, reads, (), holds, phase, once=fn in WRITES, type=like.type, where=like.where)
 
     def _base(self, value: str) -> str:
         """Return the name of what the parts of a value are written to."""
@@ -165,8 +170,8 @@ class PartWriter:
 
     @property
     def _scaled(self) -> Set[str]:
-        """Return what backward scales, with the name of the result."""
-        return {self._base(value) for value in self.block.early.scales} if self.block.early else set()
+        """Return the values that backward scales."""
+        return self.block.early.scales if self.block.early else set()
 
     @cached_property
     def _own(self) -> frozenset[str]:

@@ -21,7 +21,6 @@ from .parts import WRITES, Origin, PartWriter
 from .slice import Slice
 
 
-
 @dataclass(frozen=True)
 class Unrolled:
     """A trace in which a slice is carried out, and the origin of each line that it adds."""
