@@ -1,4 +1,4 @@
-"""How each op of a graph runs on some of its rows.
+"""Rules by which the ops of a graph run on some of their rows.
 
     %mm : aten.mm(%a, %b)    ->    0:1<0:1,-    1:2<-,1:2    +<1:2,0:1        linear in a, and in b
 

@@ -35,7 +35,7 @@ Parts = Mapping[str, int]  # by the path of a submodule
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """Which slices are asked for.
+    """The slices that are asked for.
 
     Attributes:
         asked: "auto", parts by the path of a submodule, or None.

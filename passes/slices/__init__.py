@@ -1,8 +1,8 @@
 """Slices: chains of ops that run in parts, each on some of the rows.
 
-row_rule     how an op runs on some of its rows
+row_rule     a rule by which an op runs on some of its rows
 chain        find the ops around a large value that can run on rows together
-part_rows    which rows each part has
+part_rows    the rows of each part
 slice        Slice: a decision; it prints and parses back
 hoist        backward ops that run in forward, with a tangent of 1
 blocks       the blocks in which a chain runs

@@ -1,4 +1,4 @@
-"""Which rows each part has.
+"""The rows of each part.
 
 64 rows in 4 parts                      ->   0:16, 16:32, 32:48, 48:64
 4 sequences of 10 tokens in 2 parts     ->   sequences 0:2, sequences 2:4

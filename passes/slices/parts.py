@@ -30,7 +30,7 @@ WRITES = (WRITE, ADD, *SUMS.values())
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a line that a slice adds comes from.
+    """The origin of a line that a slice adds.
 
     Attributes:
         source: the captured op that it runs, or whose result it makes room for, writes or scales.

@@ -1,4 +1,4 @@
-"""How an op runs on some of its rows.
+"""A rule by which an op runs on some of its rows.
 
     mm(a, b)    f32[64, 8], f32[8, 100] -> f32[64, 100]
 
@@ -36,7 +36,7 @@ class RowRule:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """How an op runs in parts.
+    """The ways in which an op runs in parts.
 
     Attributes:
         rules: the ways; none if it can't.

@@ -24,7 +24,7 @@ class Slice:
         tokens: rows of a sequence; 0 if rows are not divided into sequences.
         parts: into which they are divided, about.
         rules: how each op runs on some of the rows, in the order of the trace.
-        reruns: True if backward runs forward ops of the chain again, since none of its large values is kept.
+        reruns: True if backward runs forward ops of the chain again, since its large values are not kept.
     """
 
     rows: int
