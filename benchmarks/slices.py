@@ -81,7 +81,7 @@ class LossAlone(nn.Module):
 
 
 class Chunked(nn.Module):
-    """The loss of a model, chunk by chunk; each chunk of the logits is made again in backward."""
+    """The loss of a model, chunk by chunk; backward makes each chunk of the logits a second time."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
