@@ -14,7 +14,7 @@ MEMGRAPH = (
     {"memgraph.planning"},
     {"memgraph.runtime"},
     {"memgraph.oss"},
-    {"memgraph.optim", "memgraph.microbatch"},
+    {"memgraph.optim", "memgraph.microbatch", "memgraph.slices"},
     {"memgraph.capture"},
     {"memgraph.opaque"},
     {"memgraph.profile"},
@@ -39,7 +39,7 @@ STAGES = (
 )
 PASSES = (
     {"passes"},
-    {"passes.search", "passes.deep", "passes.stages"},
+    {"passes.search", "passes.deep", "passes.stages", "passes.slices"},
     {"passes.lp"},
     {"passes.schedule", "passes.order"},
     {"passes.analysis", "passes.simulate"},

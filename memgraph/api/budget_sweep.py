@@ -13,7 +13,7 @@ The module is captured and priced once, and planned once for each budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -42,7 +42,7 @@ def sweep(
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", pinned: str | int | float | None = None, cuda_graphs: bool | str = False,
-    opaque: bool | Sequence[str] = True, **kwargs: Any,
+    opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """Return the time of the call `model(*args, **kwargs)` for every budget, without running a step.
 
@@ -62,7 +62,7 @@ def sweep(
         wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction, accumulate=accumulate,
         forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
         cuda_graphs=cuda_graphs,
-        opaque=opaque,
+        opaque=opaque, slices=slices,
     )  # fmt: skip
     given = check_argument("budgets", budgets)  # all of them, before anything is captured
     wanted = given and [budget_nbytes(check_argument("budget", one), planner.target.device) for one in given]

@@ -8,7 +8,7 @@ Both take the same options; `compile` documents them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Unpack
 
@@ -37,7 +37,7 @@ def compile(
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
-    opaque: bool | Sequence[str] = True,
+    opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None,
 ) -> CompiledModule:  # fmt: skip
     """Return a module that trains like `model`, with a step that stays within `budget`.
 
@@ -92,6 +92,8 @@ def compile(
             be recorded; "auto" runs such a step op by op.
         opaque: submodules that run as they are, each as one op: True for those that can't be traced, or a list of
             paths for these as well.  False refuses what can't be traced.
+        slices: "auto" runs chains of ops that work row by row, as a head and its loss, in parts of the rows where the
+            step does not fit; {"lm_head": 16} does so for a submodule in any case.  Sums over rows round differently.
 
     Returns:
         A module that shares everything with `model` but its forward.  `.plan` is the Report of the latest call,
@@ -122,7 +124,7 @@ def compile(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
         time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque,
+        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
     )  # fmt: skip
     planner.refuse_optimizer()
     warn_of_steps(model)
@@ -136,7 +138,7 @@ def plan(
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False,
-    opaque: bool | Sequence[str] = True, **kwargs: Any,
+    opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Return the plan for the call `model(*args, **kwargs)`, without running a step.
 
@@ -150,7 +152,7 @@ def plan(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
         time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque,
+        pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
     )  # fmt: skip
     args, kwargs = on_device(planner.module, args, kwargs, microbatches)
     return planner.step(args, kwargs, planner.options.outputs).report
@@ -199,9 +201,14 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
 def _refuse_unknown(model: nn.Module, options: CompileOptions) -> None:
     """Refuse paths that name no submodule."""
     paths = {path for path, _ in model.named_modules() if path}
-    for name in () if isinstance(options.opaque, bool) else options.opaque:
-        if name not in paths:
-            raise ValueError(f"opaque has {name!r}, which is no submodule; give paths as model.named_modules() does")
+    opaque = () if isinstance(options.opaque, bool) else options.opaque
+    slices = options.slices if isinstance(options.slices, Mapping) else ()
+    for option, names in (("opaque", opaque), ("slices", slices)):
+        for name in names:
+            if name not in paths:
+                raise ValueError(
+                    f"{option} has {name!r}, which is no submodule; give paths as model.named_modules() does"
+                )
 
 
 def _refuse_parts(model: nn.Module) -> None:

@@ -112,7 +112,7 @@ class KeptSteps:
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 (guard, _, outputs), dropped = steps.popitem(last=False)
                 if self.planner.keeps_captures and not dropped.report.all_outputs:
-                    self.captures.add((guard, outputs), dropped.parts.captured)
+                    self.captures.add((guard, outputs), dropped.parts.captured.unsliced)
             return step, floats
 
     def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
@@ -147,7 +147,7 @@ class KeptSteps:
         floats = self._floats.capture_for(key, self.steps)
         if floats is not None:
             return floats
-        kept = [(key, step.parts.captured) for key, step in self._kept_steps()]
+        kept = [(key, step.parts.captured.unsliced) for key, step in self._kept_steps()]
         return self.sizes.capture_for((key[0], key[2]), [*kept, *self.captures.items()])
 
     def _kept_steps(self) -> list[tuple[Any, Step]]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from passes.slices.slice import Slice
+
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
@@ -44,6 +46,8 @@ class Captured:
     Parts of the module that run as they are: `opaque`.
 
     `counters` are numbers on the module that forward changes, and on which the graph does not depend.
+
+    `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
     """
 
     graph: fx.GraphModule
@@ -67,6 +71,14 @@ class Captured:
     value_run_nbytes: int = 0
     counters: tuple[Counter, ...] = ()
     opaque: tuple[Part, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    whole: Captured | None = None
+    whole_nbytes: int = 0
+
+    @property
+    def unsliced(self) -> Captured:
+        """Return the step as it was captured."""
+        return self.whole or self
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""

@@ -31,7 +31,7 @@ from passes.ir.liveness import RELEASED
 
 from ..tensors.traced_number import FloatArgument, NumberNode
 from .aten_shims import COPY_WITH_STRIDES
-from .nodes import all_storages, is_sum, returned_values, storages
+from .nodes import all_storages, is_sum, returned_values, storages, written_inputs
 from .ops import accumulate
 from .summarize import PURE_WHEN_RERUN
 
@@ -48,6 +48,7 @@ class Partition:
     tangent_names: tuple[str, ...] = ()
     # Positions, among inputs and then outputs, of the caller's tensors that backward reads.
     caller_values: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()  # positions, among what is saved, of what backward writes to
 
 
 def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[NumberNode] = ()) -> Partition:
@@ -70,7 +71,9 @@ def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[NumberNod
     backward = _module(graph, root, saved, gradients, late.__contains__, floats, given)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     caller_values = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
-    return Partition(forward, backward, fakes, names, caller_values)
+    changed = all_storages(source for node in late for source in written_inputs(node))
+    written = tuple(i for i, node in enumerate(saved) if not changed.isdisjoint(storages(node)))
+    return Partition(forward, backward, fakes, names, caller_values, written)
 
 
 def _is_unread(node: fx.Node, readers: Collection[fx.Node]) -> bool:

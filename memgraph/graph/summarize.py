@@ -22,7 +22,7 @@ from passes.ir.ops import SEGMENT
 from ..system.device import block_nbytes
 from .host_draws import DRAW
 from .inductor import Segment
-from .nodes import changed_storages, is_random, returned_values, storages, tensors, written_inputs
+from .nodes import all_storages, is_random, returned_values, storages, tensors, written_inputs
 from .opaque_ops import is_opaque
 from .ops import accumulate, state_nbytes, update
 
@@ -66,14 +66,14 @@ def zero_cost(node: fx.Node) -> Cost:
 
 def summarize(graph: fx.Graph, price: Price = zero_cost) -> Trace:
     """Return the trace of a joint graph; placeholders have `meta["kind"]`, the output has `meta["kinds"]`."""
-    mutated = _mutated(graph)
+    written = _written(graph)
     names: dict[int, str] = {}
     ops: list[Op] = []
     for node in graph.nodes:
         if node.op == "output":
             values = zip(node.meta["kinds"], returned_values(graph), strict=True)
             return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
-        ops.append(_summarize_node(node, names, price, mutated))
+        ops.append(_summarize_node(node, names, price, written))
     raise ValueError("the graph has no output node")
 
 
@@ -94,7 +94,7 @@ def has_own_generator(node: fx.Node) -> bool:
     return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 
 
-def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated: set[fx.Node]) -> Op:
+def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, written: set[fx.Node]) -> Op:
     values = tensors(node)
     makes, holds = [], []
     for i, value in enumerate(values):
@@ -119,7 +119,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         us=cost.us,
         workspace=block_nbytes(cost.workspace, values[0].device) if values else cost.workspace,
         draws=drawn,
-        once=_once(node, mutated),
+        once=_once(node, written),
         offloaded=OFFLOADED in node.meta,
         recomputes=node.meta.get("again", ""),
         microbatch=node.meta.get("part", 0),
@@ -147,8 +147,8 @@ def describe_type(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{SHORT.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
 
 
-def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
-    """Return True if the op may not run again: it changes what it reads, or the step does, or it runs Python."""
+def _once(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Return True if the op may not run again: it runs Python, it changes what it reads, or the step does."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if has_own_generator(node) or is_opaque(node):
@@ -156,10 +156,19 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     schema = getattr(node.target, "_schema", None)
     changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_inputs(node))
     changes = changes or (schema is not None and schema.is_mutable)
-    return changes or (node.target not in PURE_WHEN_RERUN and not mutated.isdisjoint(node.all_input_nodes))
+    return changes or (node.target not in PURE_WHEN_RERUN and node in written)
 
 
-def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that the step writes to, and their views."""
-    written = changed_storages(graph)
-    return {node for node in graph.nodes if not written.isdisjoint(storages(node))}
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Return the ops that read an input which the step writes to, or make or read what later ops write to."""
+    last = {
+        storage: i for i, node in enumerate(graph.nodes) for read in written_inputs(node) for storage in storages(read)
+    }
+    inputs = all_storages([*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")])
+    last |= dict.fromkeys(inputs & last.keys(), len(graph.nodes))
+    found = set()
+    for i, node in enumerate(graph.nodes) if last else ():
+        made = storages(node) - all_storages(node.all_input_nodes)
+        if any(last.get(storage, -1) >= i for storage in made | all_storages(node.all_input_nodes)):
+            found.add(node)
+    return found

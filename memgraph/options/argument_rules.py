@@ -93,6 +93,11 @@ COMPILE_RULES: Mapping[str, Rule] = {
         'give True, False, or a list of submodules\' paths, as ["encoder.layers.3"]',
         lambda names: isinstance(names, bool) or all(isinstance(name, str) for name in names),
     ),
+    "slices": Rule(
+        (str, Mapping, NoneType),
+        'give "auto", a mapping of submodules\' paths to numbers of parts, as {"lm_head": 16}, or None',
+        lambda asked: asked == "auto" if isinstance(asked, str) else all(map(_is_parts, asked.items())),
+    ),
 }
 SHARDED_RULES: Mapping[str, Rule] = {
     "params": Rule(
@@ -144,6 +149,12 @@ def check_argument(name: str, given: object, rules: Mapping[str, Rule] = COMPILE
     if values[0] is not None and not rule.accepts(values[0]):
         raise ValueError(f"{name}={given!r}; {rule.advice}")
     return values[0]
+
+
+def _is_parts(pair: tuple[object, object]) -> bool:
+    """Return True for the path of a submodule and its number of parts."""
+    path, parts = pair
+    return isinstance(path, str) and isinstance(parts, Integral) and not isinstance(parts, bool) and int(parts) > 1
 
 
 def _is_name(path: str | PathLike[str]) -> bool:

@@ -44,6 +44,7 @@ class PlanArguments(TypedDict, total=False):
     pinned: Budget
     cuda_graphs: bool | str
     opaque: bool | Sequence[str]
+    slices: str | Mapping[str, int] | None
 
 
 class CompileArguments(PlanArguments, total=False):
@@ -69,6 +70,7 @@ class CompileOptions:
         wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
         pinned: the most bytes of pinned host memory; None for the default.
         opaque: paths of submodules that run as they are; True for those that can't be traced, False for none.
+        slices: "auto", the parts of submodules by path, or None.
     """
 
     budget: Budget
@@ -88,6 +90,7 @@ class CompileOptions:
     forwards: int = 1
     cuda_graphs: bool | str = False
     opaque: bool | tuple[str, ...] = True
+    slices: str | Mapping[str, int] | None = None
 
     @property
     def search_key(self) -> tuple[object, ...]:

@@ -81,7 +81,8 @@ class Assembly:
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
-            value_run=captured.value_run_nbytes,
+            value_run=captured.value_run_nbytes, slices=captured.slices,
+            whole=captured.whole_nbytes,
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),

@@ -35,7 +35,7 @@ class EarlierCapture:
 
     @classmethod
     def of(cls, step: Step) -> EarlierCapture:
-        return cls(step.parts.captured, step.parts.accumulated_plan, step.report.all_outputs)
+        return cls(step.parts.captured.unsliced, step.parts.accumulated_plan, step.report.all_outputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import fx
 
+from passes import Trace
+
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..graph.accumulate_grads import mark_hooked_grads
@@ -23,6 +25,7 @@ from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
+from ..slices.step_slices import SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from .capture_cache import KnownLength
@@ -34,11 +37,12 @@ from .target import Target
 
 def capture_step(
     call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None,
-    shares: bool = True,
+    shares: bool = True, reruns: bool = False,
 ) -> StepGraph:  # fmt: skip
     """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
 
-    If it `shares`, it may be made of a step with symbols for lengths.
+    If it `shares`, it may be made of a step with symbols for lengths. If it `reruns`, slices="auto" may run forward ops
+    a second time in backward.
 
     Raises:
         CaptureError: the call can't be captured.
@@ -48,13 +52,16 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        if known is None and shares and isinstance(call.general, KnownLength) and not where.lowers:
+        request = _slices(where, options, reruns)
+        shares = shares and not request.is_made and not where.lowers
+        if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
             if made := step_at_length(call, call.general, where, state, options, numbered):
                 with capturing(module):
                     require_row_independence(module, call.args, call.kwargs, unused_nbytes(where.device) // 2)
                 return made
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
+        captured = in_slices(captured, request, partial(_with_update, captured=captured, state=state))
         captured, trained = state.insert_ops(captured, state.trained(captured))
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
@@ -66,6 +73,17 @@ def capture_step(
 
     first, later = graphs_of(captured, module, options, trained)
     return step(first, None if later is None else step(later))
+
+
+def _slices(target: Target, options: CompileOptions, reruns: bool) -> SliceRequest:
+    """Return the slices that the options, or a saved plan, ask for."""
+    saved = next((plan.slices for plan in options.plans if plan.slices), ())
+    return SliceRequest(options.slices, saved, target.budget, target.device, reruns)
+
+
+def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:
+    """Return the trace of a captured step with optimizer states and update."""
+    return state.add_update(trace, captured.graph.graph, state.trained(captured))
 
 
 def captured_call(call: Call, device: torch.device) -> Captured:

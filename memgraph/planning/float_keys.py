@@ -47,7 +47,7 @@ class FloatKeys:
             for places in self._places:
                 general = _generalized(key, places)
                 step = steps.get(general) or steps.get((general[0], not general[1], general[2]))
-                captured = step.parts.captured if step else self.captures.get((general[0], general[2]))
+                captured = step.parts.captured.unsliced if step else self.captures.get((general[0], general[2]))
                 floats = _input_values(key, captured) if captured is not None else None
                 if floats is not None:
                     return general, floats
@@ -71,7 +71,7 @@ class FloatKeys:
         None if there is no such call, or their values are needed."""
         places: tuple[FloatPlace, ...] = ()
         similar: tuple[Key, Captured] | None = None
-        known = [((other[0], other[2]), step.parts.captured) for other, step in reversed(list(steps.items()))]
+        known = [((other[0], other[2]), step.parts.captured.unsliced) for other, step in reversed(list(steps.items()))]
         for other, captured in (*known, *self.captures.items()):
             differing = _differing(key, other) if (other[0][1], other[1]) == (key[0][1], key[2]) else ()
             if differing and (not places or len(differing) < len(places)):

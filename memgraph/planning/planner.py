@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,8 @@ from .scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_onl
 from .search import PlanSearch
 from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
+
+Replan = Callable[[], "Step | OtherOutputsDropped"]
 
 
 class Planner:
@@ -102,18 +105,30 @@ class Planner:
             return step.without_other_outputs(planned.needed_nbytes)
 
     def _planned(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
     ) -> Step | OtherOutputsDropped:
         began = time.perf_counter()
-        graph = self._capture(call, progress, earlier)
+        graph = self._capture(call, progress, earlier, reruns)
+        more = None if reruns else self._in_more_slices(call, graph, progress, earlier)
         try:
-            return self._planned_graph(call, graph, progress, earlier, began)
+            return self._planned_graph(call, graph, progress, earlier, began, more)
         except LayoutsDiffer:
-            return self._planned_graph(call, graph.with_numbers(), progress, earlier, began)
+            return self._planned_graph(call, graph.with_numbers(), progress, earlier, began, more)
+
+    def _in_more_slices(
+        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None
+    ) -> Replan | None:
+        """Return a function that plans the call in slices that run forward ops again, if the options allow them."""
+        if self.options.slices != "auto" or graph.ranks.plan_together:
+            return None
+        again = EarlierCapture(graph.captured.unsliced) if graph.captured.slices else earlier
+        return partial(self._planned, call, progress, again, reruns=True)
 
     def _planned_graph(
-        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
-    ) -> Step | OtherOutputsDropped:
+        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float,
+        more: Replan | None,
+    ) -> Step | OtherOutputsDropped:  # fmt: skip
+        """Return the step of a graph; if no plan fits, what `more` plans."""
         refuse_value_run(call, graph)
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
@@ -127,6 +142,8 @@ class Planner:
             known = earlier.accumulated_plan if earlier is not None else None
             result = graph.ranks.choose(trace, machine, replace(search, known=known))
         except (BudgetError, PlanError) as error:
+            if more is not None:
+                return more()
             if for_scalars is not None:
                 return OtherOutputsDropped(for_scalars, needed_nbytes(error, trace, machine))
             if isinstance(error, PlanError):
@@ -136,10 +153,12 @@ class Planner:
         step = self._step(graph, machine, result, later.accumulated(result, machine), began)
         return step if call.nearby is None else step.without_replan()
 
-    def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
+    def _capture(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
+    ) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused)
+            return capture_step(call, self._current_target, self.state, self.options, reused, reruns)
 
     def _current_target(self) -> Target:
         target = self.targets.current()

@@ -50,7 +50,8 @@ def _verdict(report: ReportData) -> str:
         *_assumed(report),
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
-        f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
+        f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
+        *_sliced(report),
         *_exchanged(report),
         *_compiled(report),
         *([report.recorded] if report.recorded else []),
@@ -115,6 +116,29 @@ def _opaque(report: ReportData) -> list[str]:
         for row in report.opaque
     ]
     return ["runs as it is, each call as one op, which is run again in backward:", *rows] if rows else []
+
+
+def _sliced(report: ReportData) -> list[str]:
+    """Show the chains that run in parts, and what is rounded otherwise than on the whole."""
+    if not report.slices:
+        return []
+    trace = report.choice.captured.trace
+    lines = []
+    for cut in report.slices:
+        count = len(cut.part_rows)
+        places = (
+            trace.op[f"{name}__{letter}1"].where
+            for name in cut.rule
+            for letter in "pr"
+            if f"{name}__{letter}1" in trace.op
+        )
+        modules = dict.fromkeys(where.partition(" ")[0] for where in places if where)
+        sums = sum(rule.makes is None for rule in cut.rule.values())
+        adds = f"; {sums} sum{'s' * (sums > 1)} over rows round differently" if sums else ""
+        again = "; forward ops of it run again in backward" if cut.reruns else ""
+        lines.append(f"  {cut.rows} rows in {count} parts: {len(cut.rules)} ops of {', '.join(modules)}{adds}{again}")
+    needs = mb(report.choice.captured.peak)
+    return [f"in slices, with which the step needs {needs} without a plan:", *lines]
 
 
 def _adding(report: ReportData) -> list[str]:

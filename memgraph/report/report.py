@@ -54,7 +54,7 @@ class Report(ReportData):
 
     def to_json(self) -> str:
         """Return the plan as JSON text, for `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
-        return record_plan(self.choice, self.machine).to_json()
+        return record_plan(self.choice, self.machine, self.slices).to_json()
 
     def to_networkx(self) -> nx.DiGraph:
         """Return the planned step as a graph; `networkx.write_graphml(report.to_networkx(), "step.graphml")` draws it.

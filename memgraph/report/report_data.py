@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes import Forecast, Machine, Plan, PlanResult
+from passes.slices.slice import Slice
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class ReportData:
         together: bytes forecast for these together; 0 if there was never more than one.
         assumptions: values of tensors on which the step rests, in the order in which it checks them.
         opaque: submodules that run as they are, each call as one op.
+        slices: chains of ops that run in parts of their rows.
+        whole: peak bytes of the step as captured, without slices; 0 if there are none.
         value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
@@ -102,6 +105,8 @@ class ReportData:
     together: int = 0
     assumptions: tuple[Assumption, ...] = ()
     opaque: tuple[OpaqueRow, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    whole: int = 0
     value_run: int = 0
     unmeasured: str = ""
 

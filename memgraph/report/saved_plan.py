@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from passes import Cast, Link, Machine, Network, Plan, PlanResult, Streaming, Trace, parse, parse_plan
+from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
 
-FORMAT = 3
+FORMAT = 4
 REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine
@@ -39,6 +40,7 @@ class SavedPlan:
         torch: the version of torch that captured it.
         prices: digest of the prices of ops and links; with other prices the bounds prove nothing.
         peak: the forecast, in bytes. us: the same in microseconds.
+        slices: that the step is in; `step` has them carried out.
         bound_us, any_us: proven bounds on the microseconds that a plan adds; see `passes.Proposal`.
     """
 
@@ -51,6 +53,7 @@ class SavedPlan:
     us: float
     bound_us: float = 0.0
     any_us: float = 0.0
+    slices: tuple[Slice, ...] = ()
 
     def to_json(self) -> str:
         """Return the plan as JSON with a digest, so that changed text is refused."""
@@ -63,6 +66,7 @@ class SavedPlan:
             "bound_us": self.bound_us,
             "any_us": self.any_us,
             "prices": self.prices,
+            "slices": list(map(str, self.slices)),
             "decisions": list(map(str, self.plan)),
             "step": str(self.step).split("\n"),
         }
@@ -87,8 +91,9 @@ class SavedPlan:
             raise PlanError(f"the saved plan was damaged or changed since it was written; {REPLAN}")
         try:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
+            slices = tuple(map(parse_slice, facts["slices"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
-            return cls(plan, step, _machine(facts["machine"]), **_typed(cls, facts, names))
+            return cls(plan, step, _machine(facts["machine"]), **_typed(cls, facts, names), slices=slices)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the saved plan can't be read: {error}; {REPLAN}") from error
 
@@ -96,12 +101,14 @@ class SavedPlan:
 PlanRecord = SavedPlan | str | PathLike[str]
 
 
-def record_plan(choice: PlanResult, machine: Machine) -> SavedPlan:
+def record_plan(choice: PlanResult, machine: Machine, slices: tuple[Slice, ...] = ()) -> SavedPlan:
     """Return the plan in the form that is saved."""
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
-    return SavedPlan(choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven)
+    return SavedPlan(
+        choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven, slices
+    )
 
 
 def saved_plan(given: PlanRecord) -> SavedPlan:

@@ -169,7 +169,7 @@ class StepRun:
             )
         refuse_modified(self.saved_versions)
         assert self.halves.backward is not None
-        saved = list(self.saved) if keep else self.saved
+        saved = self._copied() if keep else self.saved
         if keep:
             self.unplanned = "retain_graph=True kept what backward frees"
             self.clock = None  # it expects one backward
@@ -189,6 +189,11 @@ class StepRun:
                     results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
+
+    def _copied(self) -> list[Any]:
+        """Return the saved values for one of several backwards: each writes to copies of its own."""
+        assert self.saved is not None
+        return [x.clone() if i in self.halves.written else x for i, x in enumerate(self.saved)]
 
     def take_saved(self) -> list[Any]:
         """Return the saved tensors, for a backward that runs in parts."""

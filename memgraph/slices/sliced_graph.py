@@ -1,0 +1,114 @@
+"""Rewrite a captured graph so that it runs a trace in slices.
+
+A line of a part becomes a copy of the captured node, with the sizes of the part. Lines that a slice adds become views,
+room for rows, and ops that write into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes import Op
+from passes.slices import parts
+from passes.slices.hoist import ONE
+from passes.slices.hoist import SCALE as SCALE_LINE
+from passes.slices.parts import Origin
+from passes.slices.row_rule import type_shape
+from passes.slices.unroll import Unrolled
+
+from ..graph.nodes import aten, fake_result
+from ..graph.rewrite import fake_mode
+from .linear_reads import VIEWS
+from .slice_ops import SCALE
+
+# Arguments that are sizes of the result.
+SIZES = {**dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)}
+SIZES |= {aten.slice_backward.default: 1, aten.zeros.default: 0, aten.full.default: 0}
+WRITERS = {
+    parts.WRITE: aten.copy_.default,
+    parts.ADD: aten.add_.Tensor,
+    parts.ADD_PRODUCT: aten.addmm_.default,
+    parts.ADD_BATCHED: aten.baddbmm_.default,
+}
+
+
+def sliced_graph(graph: fx.Graph, unrolled: Unrolled) -> fx.Graph:
+    """Return the graph that runs the trace of a slice of `graph`'s own trace.
+
+    Raises:
+        RuntimeError: torch can't run an op on a part.
+    """
+    writer = _Writer(graph)
+    for op in unrolled.trace.ops:
+        writer.add(op, unrolled.origins.get(op.name))
+    output = writer.new.output(tuple(writer.env[value] for _, value in unrolled.trace.outputs))
+    output.meta = dict(graph.output_node().meta)
+    writer.new.lint()
+    return writer.new
+
+
+class _Writer:
+    """Builds the new graph; `env` maps names of the trace to its nodes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.mode = fake_mode(graph)
+        self.old = {node.name: node for node in graph.nodes}
+        self.new = fx.Graph()
+        self.env: dict[str, fx.Node] = {}
+
+    def add(self, op: Op, origin: Origin | None) -> None:
+        """Add the node of a line."""
+        node = self._captured(op) if origin is None else self._added(op, origin)
+        node.name = op.name
+        self.env[op.name] = node
+
+    def _captured(self, op: Op) -> fx.Node:
+        node = self.new.node_copy(self.old[op.name], lambda read: self.env[read.name])
+        node.meta = dict(self.old[op.name].meta)
+        return node
+
+    def _added(self, op: Op, origin: Origin) -> fx.Node:
+        """Return the node of a line that the slice adds."""
+        source, reads = self.old.get(origin.source), [self.env[read] for read in op.reads]
+        if origin.view is not None:
+            return self._call(op, aten.slice.Tensor, reads[0], *origin.view)
+        assert source is not None
+        value: Tensor = source.meta["val"]
+        where = {"dtype": value.dtype, "device": value.device}
+        if op.fn == ONE:
+            return self._call(op, aten.ones.default, list(value.shape), **where)
+        if op.fn == parts.EMPTY:
+            return self._shared(
+                self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value
+            )
+        if op.fn == SCALE_LINE:
+            return self._shared(self._call(op, SCALE, *reads), value)
+        if op.fn == parts.ALL and op.name == source.name:
+            return self._shared(self._call(op, aten.alias.default, *reads), value)
+        if op.fn in WRITERS:
+            return self._call(op, WRITERS[op.fn], *reads)
+        return self._part(op, source, reads)
+
+    def _part(self, op: Op, source: fx.Node, reads: list[fx.Node]) -> fx.Node:
+        """Return a captured node that runs on the rows of a part."""
+        env = dict(zip(source.all_input_nodes, reads, strict=True))
+        node = self.new.node_copy(source, env.__getitem__)
+        node.meta = {**source.meta, "phase": op.phase}
+        if source.target in SIZES and type_shape(op.type) != tuple(source.meta["val"].shape):
+            place = SIZES[source.target]
+            node.args = (*node.args[:place], list(type_shape(op.type)), *node.args[place + 1 :])
+        node.meta["val"] = fake_result(node, self.mode)
+        return self._shared(node, source.meta["val"]) if op.name == f"{source.name}__parts" else node
+
+    def _shared(self, node: fx.Node, value: Tensor) -> fx.Node:
+        """Let a node have the fake value of the captured one, which later views share."""
+        node.meta["val"] = value
+        return node
+
+    def _call(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.new.call_function(target, args, kwargs)
+        node.meta = {"phase": op.phase, "where": op.where}
+        node.meta["val"] = fake_result(node, self.mode)
+        return node

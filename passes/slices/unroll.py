@@ -1,0 +1,125 @@
+"""Carry out a slice: run the ops of its chain in parts of the rows.
+
+    a = mm(x, w)                          g__parts = empty_strided()
+    b = relu(a)                           a__p1 = mm(x__p1, w);  b__p1 = relu(a__p1);  g__p1 = mm(b__p1, v);  ...
+    g = mm(b, v)              ->          s__parts = mm(b_t__p1, g__p1)
+    s = mm(b_t, g)                        a__p2 = ...;  addmm_(s__parts, b_t__p2, g__p2);  ...
+                                          g = alias(g__parts);  s = alias(s__parts)
+
+So a and b are never whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..ir.trace import Op, Trace
+from .blocks import Block, blocks_of
+from .hoist import SCALE
+from .parts import WRITES, Origin, PartWriter
+from .slice import Slice
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A trace in which a slice is carried out, and the origin of each line that it adds."""
+
+    trace: Trace
+    origins: dict[str, Origin]
+
+
+def unroll(trace: Trace, cut: Slice, unit: int = 1) -> Unrolled:
+    """Return the trace in which the slice is carried out.
+
+    Args:
+        unit: bytes that an allocation is rounded up to.
+
+    Raises:
+        ValueError: the trace does not have the ops of the slice, or they can't run there.
+    """
+    for name, rule in cut.rules:
+        if name not in trace.op or len(rule.reads) != len(trace.op[name].reads):
+            raise ValueError(f"the trace has no op {name!r} that reads {len(rule.reads)} values, as {cut} needs")
+    ops, origins = list(trace.ops), dict[str, Origin]()
+    for block in reversed(blocks_of(trace, cut)):
+        written = PartWriter(trace, cut, block, unit).write()
+        ops = _placed(trace, ops, block, written.ops)
+        origins |= written.origins
+        origins |= {name: Origin(name) for name in (block.early.scales if block.early else ())}
+    return Unrolled(_once_written(replace(trace, ops=tuple(_with_new_storages(trace, ops)))), origins)
+
+
+def _placed(trace: Trace, ops: Sequence[Op], block: Block, written: Iterable[Op]) -> list[Op]:
+    """Put a block behind all that it reads, and before all that reads it.
+
+    Raises:
+        ValueError: ops whose order matters would change places.
+    """
+    own = set(block.names)
+    at = [i for i, op in enumerate(ops) if op.name in own and (op.phase == block.phase or block.early)]
+    boundary = next((i for i, op in enumerate(ops) if op.phase == "backward"), len(ops))
+    first, end = min(at), boundary if block.early else max(at) + 1
+    needed = _ancestors(trace, block.names)
+    between = [op for op in ops[first:end] if op.name not in own]
+    before = [op for op in between if op.name in needed or op.is_input]
+    behind = [op for op in between if op.name not in needed and not op.is_input]
+    _check_order(between, before)
+    late = ops[end:]
+    if early := block.early:
+        late = [early.scaled(op) if op.name in early.scales else op for op in late if op.name not in early.dropped]
+    return [*ops[:first], *before, *written, *behind, *late]
+
+
+def _check_order(between: Sequence[Op], before: Sequence[Op]) -> None:
+    """Check that ops which draw random numbers or write in place stay in their order."""
+    ordered = [op for op in between if op.draws or op.once]
+    moved = [op for op in before if op.draws or op.once]
+    if moved != ordered[: len(moved)]:
+        raise ValueError(f"{moved[-1].name} would run before {ordered[0].name}, and their order matters")
+
+
+def _with_new_storages(trace: Trace, ops: Iterable[Op]) -> Iterator[Op]:
+    """Yield the ops; later views of what a slice makes hold its new storages."""
+    holds: dict[str, tuple[str, ...]] = {}
+    for op in ops:
+        own = {made.name for made in op.makes}
+        moved = {
+            old: new
+            for read in op.reads
+            if read in trace.op
+            for old, new in zip(trace.op[read].holds, holds[read], strict=True)
+            if old != new
+        }
+        if op.name in trace.op and not moved.keys().isdisjoint(op.holds):
+            op = replace(op, holds=tuple(held if held in own else moved.get(held, held) for held in op.holds))
+        holds[op.name] = op.holds
+        yield op
+
+
+def _ancestors(trace: Trace, names: Iterable[str]) -> set[str]:
+    """Return the names of all ops that these depend on."""
+    found, waiting = set[str](), list(names)
+    while waiting:
+        for read in trace.op[waiting.pop()].reads:
+            if read not in found:
+                found.add(read)
+                waiting.append(read)
+    return found
+
+
+def _once_written(trace: Trace) -> Trace:
+    """Mark what makes or reads a storage that a later op writes in place: it may not run again."""
+    last = {
+        held: i for i, op in enumerate(trace.ops) if op.fn in (*WRITES, SCALE) for held in trace.op[op.reads[0]].holds
+    }  # fmt: skip
+    for op in trace.ops:
+        if op.is_input:  # `summarize` has marked what reads a written one
+            last = {held: i for held, i in last.items() if held not in op.holds}
+
+    def marked(i: int, op: Op) -> Op:
+        touched = {made.name for made in op.makes} | {held for read in op.reads for held in trace.op[read].holds}
+        runs_once = not op.once and op.fn != "getitem" and any(last.get(storage, -1) >= i for storage in touched)
+        return replace(op, once=True) if runs_once else op
+
+    return replace(trace, ops=tuple(marked(i, op) for i, op in enumerate(trace.ops)))
