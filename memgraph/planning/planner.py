@@ -158,7 +158,7 @@ class Planner:
     ) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused, reruns)
+            return capture_step(call, self._current_target, self.state, self.options, reused, reruns=reruns)
 
     def _current_target(self) -> Target:
         target = self.targets.current()
