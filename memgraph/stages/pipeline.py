@@ -45,7 +45,7 @@ def pipeline(
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
     checkpoint: str = "auto", stages_per_rank: int | None = None, deferred_batch_norm: bool = False,
-    replicated: Sequence[str | int] = (),
+    replicated: Sequence[str | int] = (), offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
 ) -> Pipeline:  # fmt: skip
     """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
@@ -76,12 +76,15 @@ def pipeline(
         balance: where each stage begins, as the number of an op, instead of the best cut.
         optimizer: makes an optimizer from a list of parameters, as `torch.optim.AdamW` or a `functools.partial` of it
             does. It is called with all parameters, to measure its states, and then with those of the rank.
-        checkpoint: "auto" recomputes what the budget asks for. "always" recomputes all of a stage, "except_last" all
-            but for the last micro-batch, and "never" nothing.
+        checkpoint: "auto" recomputes or offloads what the budget asks for. "always" recomputes all of a stage,
+            "except_last" all but for the last micro-batch, and "never" nothing.
         stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
         deferred_batch_norm: update running statistics once a mini-batch, by the mean and variance of all its rows.
             The model's BatchNorms get a subclass with further buffers, which are not in state dicts.
         replicated: names, or positions, of arguments that each micro-batch gets whole, as a table that all rows read.
+        offload: "disk" lets a plan keep activations on disk between forward and backward, and "auto" is the same on a
+            CPU. None keeps them in memory.
+        spill_dir: the folder of the nameless files that "disk" uses; by default the temporary folder.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -91,7 +94,8 @@ def pipeline(
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(schedule)
     arguments = GivenArguments(
-        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated,
+        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated, offload,
+        spill_dir,
         {"loss": loss, "optimizer": optimizer},
     )  # fmt: skip
     given = arguments.checked(stages, model)

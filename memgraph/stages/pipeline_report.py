@@ -54,7 +54,8 @@ class PipelineReport:
         if self.schedule.name not in BOUNDED:
             return None
         forwards = [self.schedule.open_forwards(stage) for stage in range(self.schedule.stages)]
-        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks)
+        offloads = self.cut.step.machine.link.works
+        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks, offloads)
 
     def __str__(self) -> str:
         schedule = self.schedule

@@ -14,19 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes import Machine, Trace
+from passes.concurrent_forwards import unplanned_nbytes
 from passes.stages.owned_cut import begins_by_owners
 from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
 from passes.stages.timeline import StageTimes
 
 from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
+from ..profile.link_bandwidth import sizes_of
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
 from .chunks import MicroBatch, batch_nbytes
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
 from .planned_stage import PlannedStage
-from .ranks.network import measure_network
+from .ranks.machine import measure_disks, measure_network
 from .ranks.stage_group import StageGroup
 from .stage_budget import StageBudget, StageParameters, budgets_error
 from .stage_cut import StageCut
@@ -145,8 +148,19 @@ class StagePlans:
         self.group.check_agreement([f"{PLANNING}: none failed", *lines])
         own = json.dumps([[op.us for op in step.trace.ops] for step in steps]).encode()
         times = json.loads(self.group.share(own, "exchange of times")[0])
-        network = measure_network(self.group) if first is None else first.cut.step.network
-        return [step.with_times(us, network) for step, us in zip(steps, times, strict=True)]
+        machine = self._machine(steps[0].trace, first, updates)
+        return [step.with_times(us, machine) for step, us in zip(steps, times, strict=True)]
+
+    def _machine(self, trace: Trace, first: FirstCut | None, updates: StageUpdates | None) -> Machine:
+        """Return what the ranks plan for. Disks are measured once a step does not fit as it is."""
+        machine = Machine(0, network=measure_network(self.group)) if first is None else first.cut.step.machine
+        states = 0 if updates is None else sum(updates.nbytes(dict(self.module.named_parameters())))
+        plain = unplanned_nbytes(trace, Machine(0), self.given.chunks) + states
+        fits = plain <= min(self.given.stage_budgets)
+        if machine.link.works or fits or self.given.checkpoint != "auto":
+            return machine
+        folder, room = self.given.spill_dir, self.given.budgets[self.group.rank]
+        return measure_disks(self.group, machine, self.given.offload, folder, sizes_of(trace), room)
 
     def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates) -> FirstCut:
         """Return the best cut.
@@ -177,7 +191,9 @@ class StagePlans:
         parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
         sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
         budget = StageBudget.of(first.given.stage_budgets[stage], *sizes)
-        return StagePlanner(cut, stage, schedule, budget, device_of_model(self.module), checkpoint)
+        return StagePlanner(
+            cut, stage, schedule, budget, device_of_model(self.module), checkpoint, self.given.spill_dir
+        )
 
     def _planned(self, planners: Planners) -> dict[int, dict[Kind, PlannedStage]]:
         """Return the stages of this rank, once all ranks have theirs.

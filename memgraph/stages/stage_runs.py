@@ -93,7 +93,7 @@ class StageRuns:
             self._settle(action)
         values = self._receive(action, stage.inputs).wait()
         received = perf_counter()
-        run = StepRun(stage.halves, None)
+        run = StepRun(stage.halves, stage.tier)
         tensors = [values[name] if name in values else known[name].detach() for name in stage.inputs]
         values.clear()
         outputs = dict(zip(stage.outputs, run.forward(tensors, len(stage.outputs)), strict=True))

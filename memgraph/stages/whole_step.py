@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes import Network, Trace
+from passes import Machine, Trace
 from passes.ir.liveness import RELEASED
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.places import Places
@@ -45,14 +45,14 @@ class WholeStep:
     Attributes:
         loss: the name of the value from which backward starts.
         loss_output: its place among the outputs of the model.
-        network: between the ranks.
+        machine: that the ranks plan for; its budget is that of no rank.
     """
 
     captured: Captured
     trace: Trace
     loss: str
     loss_output: int
-    network: Network = field(default_factory=Network)
+    machine: Machine = field(default_factory=lambda: Machine(0))
 
     @cached_property
     def costs(self) -> IntervalCosts:
@@ -92,10 +92,10 @@ class WholeStep:
         inputs = zip(placeholders, self.captured.inputs, strict=True)
         return {node.name: role.name for node, role in inputs if role.kind in ("parameter", "buffer")}
 
-    def with_times(self, us: Sequence[float], network: Network) -> WholeStep:
+    def with_times(self, us: Sequence[float], machine: Machine) -> WholeStep:
         """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
         ops = (replace(op, us=time) for op, time in zip(self.trace.ops, us, strict=True))
-        return replace(self, trace=replace(self.trace, ops=tuple(ops)), network=network)
+        return replace(self, trace=replace(self.trace, ops=tuple(ops)), machine=machine)
 
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
