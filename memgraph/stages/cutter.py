@@ -68,11 +68,7 @@ class Cutter:
             return self._planner(self._around(stage), stage.number).times().busy
 
         with suppress(passes.BudgetError):
-            return list(
-                StageCut.of(
-                    self.step, best_cut(costs, budgets, self._forwards, us, self.step.machine.link.works)
-                ).begins
-            )
+            return [stage.begin for stage in best_cut(costs, budgets, self._forwards, us, self.step.copy_us).stages]
         return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
 
     def _us(self, begins: Sequence[int]) -> float:

@@ -54,8 +54,7 @@ class PipelineReport:
         if self.schedule.name not in BOUNDED:
             return None
         forwards = [self.schedule.open_forwards(stage) for stage in range(self.schedule.stages)]
-        offloads = self.cut.step.machine.link.works
-        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks, offloads)
+        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks, self.cut.step.copy_us)
 
     def __str__(self) -> str:
         schedule = self.schedule

@@ -61,6 +61,10 @@ class StagePlanner:
     checkpoint: str = "auto"
     spill_dir: Folder = None
 
+    def within(self, budget: int) -> StagePlanner:
+        """Return the same planner, with another budget."""
+        return replace(self, bytes_of=replace(self.bytes_of, budget=budget))
+
     def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
         """Return the stage, ready to run.
 
@@ -85,7 +89,7 @@ class StagePlanner:
     def smallest(self) -> int:
         """Return the smallest budget for which a plan is found."""
         try:
-            return replace(self, bytes_of=replace(self.bytes_of, budget=1))._choose(self._graph).peak
+            return self.within(1)._choose(self._graph).peak
         except BudgetError as error:
             return error.smallest
 
@@ -135,9 +139,9 @@ class StagePlanner:
         raise self._too_small(plan.peak)
 
     def _machine(self, count: int) -> Machine:
-        """Return the machine; open forwards share the room on its disk."""
+        """Return the machine; the open forwards of all stages of a rank share the room on its disk."""
         machine = self.cut.step.machine
-        link = replace(machine.link, capacity=machine.link.capacity // count)
+        link = replace(machine.link, capacity=machine.link.capacity // (count * self.schedule.stages_per_rank))
         return replace(machine, device=str(self.device), link=link)
 
     def _searched(self, trace: Trace, machine: Machine, count: int, other: PlanResult | None) -> PlanResult:
@@ -148,7 +152,9 @@ class StagePlanner:
             choice = with_plan(trace, machine, count, recompute_all(trace, machine))
         else:
             known = other and same_plan(trace, machine, count, other)
-            choice = known or plan_forwards(trace, machine, count, make_plan)
+            if known is not None:  # as it is: to recompute earlier would fill the room of the larger forwards
+                return known
+            choice = plan_forwards(trace, machine, count, make_plan)
         if self.number == self.schedule.stages - 1 or has_copies(choice.plan):  # what it recomputes may be reloaded
             return choice
         forecast = partial(with_plan, choice.captured.trace, machine, count)
