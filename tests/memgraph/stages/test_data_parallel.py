@@ -27,9 +27,13 @@ def _trained(rank: int, sharded: bool) -> list[str]:
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     replica = mesh.get_local_rank("data")
     own = {key: value.chunk(2)[replica] for key, value in batch.items()}
-    pipe = memgraph.pipeline(model, "1GB", 2, group=mesh.get_group("stage"))
+    first = memgraph.pipeline(made("gpt2", 8)[0], "1GB", 2, group=mesh.get_group("stage"))
+    first.prepare(**own)
+    group, balance = mesh.get_group("data"), [first._cut.cut.begins]
+    dist.broadcast_object_list(balance, group=group, group_src=0)  # each pipeline has measured other times
+    pipe = memgraph.pipeline(model, "1GB", 2, group=mesh.get_group("stage"), balance=balance[0])
     pipe.prepare(**own)
-    parameters, group = list(pipe.parameters()), mesh.get_group("data")
+    parameters = list(pipe.parameters())
     optimizer: torch.optim.Optimizer = (
         memgraph.OSS(parameters, torch.optim.AdamW, lr=1e-2, group=group)
         if sharded
