@@ -310,7 +310,7 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # forking all GPUs would warn
     with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
         try:
-            args, kwargs = _generated_arguments(node, device, number, truth)
+            args, kwargs = generated_arguments(node, device, number, truth)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # the first run also needs the memory of tuning
@@ -330,7 +330,7 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=timer is not None)
 
 
-def _generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
+def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
     """Return the op's arguments, with generated tensors."""
     fill = _fill_storage if node.target in COPY_STORAGES else _fill
     counts = _counts(node)

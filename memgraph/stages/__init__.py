@@ -4,6 +4,7 @@ pipeline.py: the call `memgraph.pipeline`, and its steps
 arguments.py: the arguments of a pipeline, checked
 chunks.py: a mini-batch in micro-batches
 whole_step.py: the captured step of one micro-batch, priced
+step_capture.py: such steps on all ranks, with what the first has measured
 stage_cut.py: a step in stages, and what these send to each other
 cutter.py: the best cut
 stage_plans.py: the plans of a rank's stage, for each kind of mini-batch

@@ -15,7 +15,10 @@ from torch import nn
 
 from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 
+from ..options.argument_rules import check_argument
 from ..oss.comm.agreement import parameter_lines, report_errors
+from ..storage.spill_file import Folder, spill_folder
+from ..storage.tiers import tier_name
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
 from .chunks import MicroBatch, chunked
@@ -42,6 +45,8 @@ class PipelineArguments:
         budgets: the bytes of each rank.
         balance: where each stage begins.
         replicated: names or positions of arguments that are not divided.
+        offload: the tier that values may go to; None if they stay.
+        spill_dir: its folder.
         delay: of zero_bubble, at most.
     """
 
@@ -52,6 +57,8 @@ class PipelineArguments:
     stages_per_rank: int = 1
     checkpoint: str = "auto"
     replicated: tuple[str | int, ...] = ()
+    offload: str | None = None
+    spill_dir: Folder = None
     delay: int = 0
 
     @property
@@ -100,6 +107,8 @@ class GivenArguments:
     checkpoint: str
     deferred_batch_norm: bool
     replicated: Sequence[str | int]
+    offload: str | None
+    spill_dir: Folder = field(repr=False)  # each rank may have its own
     functions: Mapping[str, object] = field(repr=False)
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
@@ -140,6 +149,11 @@ class GivenArguments:
                 f"stages_per_rank={self.stages_per_rank} with schedule={self.schedule!r}; several stages on a rank "
                 "take schedule='interleaved'"
             )
+        offload, spill_dir = (
+            check_argument(name, value) for name, value in (("offload", self.offload), ("spill_dir", self.spill_dir))
+        )
+        if spill_dir is not None:
+            spill_folder(spill_dir)
         meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
         if 0 < meta < len(all_tensors(model)):
             raise ValueError(
@@ -167,7 +181,15 @@ class GivenArguments:
         if wrong := [each for each in replicated if not isinstance(each, str | int)]:
             raise TypeError(f"replicated has {wrong[0]!r}; give names or positions of arguments")
         return PipelineArguments(
-            nbytes, self.chunks, self.schedule, begins, self.stages_per_rank, self.checkpoint, replicated
+            nbytes,
+            self.chunks,
+            self.schedule,
+            begins,
+            self.stages_per_rank,
+            self.checkpoint,
+            replicated,
+            tier_name(offload, device),
+            spill_dir,
         )
 
 

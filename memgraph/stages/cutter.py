@@ -68,7 +68,7 @@ class Cutter:
             return self._planner(self._around(stage), stage.number).times().busy
 
         with suppress(passes.BudgetError):
-            return list(StageCut.of(self.step, best_cut(costs, budgets, self._forwards, us)).begins)
+            return [stage.begin for stage in best_cut(costs, budgets, self._forwards, us, self.step.copy_us).stages]
         return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
 
     def _us(self, begins: Sequence[int]) -> float:
@@ -110,7 +110,7 @@ class Cutter:
         sizes = self.batch_nbytes, cut.traces[stage], self._schedule, stage, cut.sent_backward(stage)
         budget = StageBudget.of(self.given.stage_budgets[stage], *sizes, self.parameters(cut, stage))
         device, kind = device_of_model(self.module), checkpoint_kinds(self.given.checkpoint)[0]
-        return StagePlanner(cut, stage, self._schedule, budget, device, kind)
+        return StagePlanner(cut, stage, self._schedule, budget, device, kind, self.given.spill_dir)
 
     def _around(self, stage: Stage) -> StageCut:
         """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""

@@ -17,6 +17,7 @@ from .chunks import MicroBatch
 from .mini_batch_plan import MiniBatchPlan
 from .ranks.stage_group import StageGroup
 from .stage_runs import Named, StageRuns
+from .state.random_numbers import RandomNumbers
 from .state.shared_parameters import SharedGradients, make_gradients
 
 
@@ -36,8 +37,11 @@ def run_mini_batch(
     gradients = [
         {name: each[name].grad for name in names} for each, names in zip(tensors, plan.input_gradients, strict=True)
     ]
-    runs = StageRuns(group, plan, parameters, tensors, gradients, [each.share for each in batches], loss_scale)
+    random = RandomNumbers.shared(group, plan.drawn, plan.schedule.stages) if plan.draws else None
+    runs = StageRuns(group, plan, parameters, tensors, gradients, [each.share for each in batches], random, loss_scale)
     runs.run()
+    if random is not None:
+        random.end()
     shared.finish()
     return runs
 

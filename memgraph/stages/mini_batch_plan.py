@@ -43,6 +43,16 @@ class MiniBatchPlan:
         return next(iter(self.stages.values()))[0].cut
 
     @property
+    def drawn(self) -> list[tuple[int, ...] | None]:
+        """Return how many random numbers each stage draws for each micro-batch; None if that is not known before."""
+        return [stage.cut.drawn for stage in next(iter(self.stages.values()))]
+
+    @property
+    def draws(self) -> bool:
+        """Return True if an op draws random numbers."""
+        return any(stage.cut.step.draws for stage in next(iter(self.stages.values())))
+
+    @property
     def gradients(self) -> list[str]:
         """Return the parameters of this rank that get gradients."""
         return [name for name, stages in self.owners.items() if not self.stages.keys().isdisjoint(stages)]

@@ -6,6 +6,7 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -27,15 +28,15 @@ from .chunks import call_lines, mode_lines
 from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import KeptPlans, MiniBatchPlan
 from .pipeline_report import PipelineReport
-from .ranks.stage_group import StageGroup
-from .stage_plans import PLANNING, FirstCut, StagePlans
+from .ranks.stage_group import PLANNING, StageGroup
+from .stage_plans import FirstCut, StagePlans
 from .stage_runs import ActionTimes, StageRuns
 from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .state.stage_checkpoint import StageCheckpoint
 from .state.stage_state_dict import full_state_dict, load_files, load_own, own_state_dict
 from .state.stage_tensors import give_memory, release_others, warn_unwritten
-from .state.stage_updates import MakeOptimizer, StageUpdates
+from .state.stage_updates import MakeOptimizer, StageUpdates, kept_states
 
 MEASURED = 2  # runs of each plan
 
@@ -45,7 +46,7 @@ def pipeline(
     group: dist.ProcessGroup | None = None, schedule: str = "1f1b", loss: Callable[..., Any] | None = None,
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
     checkpoint: str = "auto", stages_per_rank: int | None = None, deferred_batch_norm: bool = False,
-    replicated: Sequence[str | int] = (),
+    replicated: Sequence[str | int] = (), offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
 ) -> Pipeline:  # fmt: skip
     """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
@@ -75,13 +76,17 @@ def pipeline(
         loss: becomes part of the step: it is called with the model's result, and with `target=` if a step has one.
         balance: where each stage begins, as the number of an op, instead of the best cut.
         optimizer: makes an optimizer from a list of parameters, as `torch.optim.AdamW` or a `functools.partial` of it
-            does. It is called with all parameters, to measure its states, and then with those of the rank.
-        checkpoint: "auto" recomputes what the budget asks for. "always" recomputes all of a stage, "except_last" all
-            but for the last micro-batch, and "never" nothing.
+            does. It is called with all parameters, to measure its states, and then with those of the rank. A partial of
+            `memgraph.OSS` shards them over its group, of pipelines beside each other, which get the same stages.
+        checkpoint: "auto" recomputes or offloads what the budget asks for. "always" recomputes all of a stage,
+            "except_last" all but for the last micro-batch, and "never" nothing.
         stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
         deferred_batch_norm: update running statistics once a mini-batch, by the mean and variance of all its rows.
             The model's BatchNorms get a subclass with further buffers, which are not in state dicts.
         replicated: names, or positions, of arguments that each micro-batch gets whole, as a table that all rows read.
+        offload: "disk" lets a plan keep activations on disk between forward and backward, and "auto" is the same on a
+            CPU. None keeps them in memory.
+        spill_dir: the folder of the nameless files that "disk" uses; by default the temporary folder.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -91,7 +96,8 @@ def pipeline(
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(schedule)
     arguments = GivenArguments(
-        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated,
+        budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated, offload,
+        spill_dir,
         {"loss": loss, "optimizer": optimizer},
     )  # fmt: skip
     given = arguments.checked(stages, model)
@@ -318,6 +324,8 @@ class Pipeline:
         self._versions |= versions
         self._first, planned = plans.plan(args, kwargs, None, StageUpdates(self.module, self._make))
         release_others(self.module, self._kept)
+        if self._first.replicas is not None:
+            gc.collect()  # a sharded optimizer of all parameters has views of them, and refers to itself
         self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
 
@@ -328,9 +336,6 @@ class Pipeline:
         earlier = self._measured.setdefault(plan, [])
         if len(earlier) == MEASURED:
             return run()
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        runs, nbytes = measured(
-            run, [*kept_tensors(self.module, args, kwargs), *(x for each in states for x in each.values())]
-        )
+        runs, nbytes = measured(run, [*kept_tensors(self.module, args, kwargs), *kept_states(self.optimizer)])
         earlier.append(nbytes)
         return runs

@@ -54,7 +54,7 @@ class PipelineReport:
         if self.schedule.name not in BOUNDED:
             return None
         forwards = [self.schedule.open_forwards(stage) for stage in range(self.schedule.stages)]
-        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks)
+        return least_makespan(self.cut.step.costs, self.budgets, forwards, self.schedule.chunks, self.cut.step.copy_us)
 
     def __str__(self) -> str:
         schedule = self.schedule

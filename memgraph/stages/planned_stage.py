@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes import PlanResult
@@ -17,8 +18,11 @@ from passes.concurrent_forwards import open_forward_nbytes
 from passes.stages.timeline import StageTimes
 
 from ..graph.captured import Captured
+from ..graph.nodes import tensors
 from ..graph.partition import INPUTS_OF_BACKWARD, Partition, partition
 from ..graph.rewrite import rewrite
+from ..storage.spill_file import Folder
+from ..storage.tiers import Tier, open_tier
 from .module_parts import ModulePart, module_parts
 from .stage_cut import StageCut
 
@@ -47,19 +51,13 @@ class StagePlan:
 
     @property
     def times(self) -> StageTimes:
-        """Return the forecast times of a micro-batch."""
-        trace, us = self.choice.forecast.trace, [0.0, 0.0, 0.0, 0.0]
-        part = 0
-        for i, op in enumerate(trace.ops):
-            part = max(part, 1 if i >= trace.boundary else 0)
-            if op.name == self.first_read:
-                part = 2
-            if op.name == self.first_weight:
-                part = 3
-            us[part] += op.us
-        forward, recompute, backward, weights = us
-        if self.first_read is None:
-            recompute, backward = 0.0, recompute + backward
+        """Return the forecast times of a micro-batch, with what it waits for copies."""
+        forecast = self.choice.forecast
+        begins = dict(zip((op.name for op in forecast.trace.ops), forecast.begins, strict=True))
+        boundary = (*forecast.begins, forecast.us)[forecast.trace.boundary]
+        weight = forecast.us if self.first_weight is None else begins[self.first_weight]
+        read = boundary if self.first_read is None else begins[self.first_read]
+        forward, recompute, backward, weights = boundary, read - boundary, weight - read, forecast.us - weight
         return StageTimes(forward, recompute + backward, weights, recompute, *self.sent_us)
 
 
@@ -71,6 +69,7 @@ class PlannedStage:
         gradients: the parameters whose gradients backward adds to.
         input_gradients: gradients that backward returns, each with the input that it is the gradient of.
         outputs, results: names of what forward and backward return.
+        tier: where it offloads values to; None if it offloads none.
     """
 
     cut: StageCut
@@ -84,9 +83,10 @@ class PlannedStage:
     recompute: ModulePart | None
     backward: ModulePart | None
     weights: ModulePart | None
+    tier: Tier | None
 
     @classmethod
-    def of(cls, cut: StageCut, stage: int, graph: fx.Graph, plan: StagePlan) -> PlannedStage:
+    def of(cls, cut: StageCut, stage: int, graph: fx.Graph, plan: StagePlan, spill_dir: Folder = None) -> PlannedStage:
         """Rewrite the graph of a stage by its plan."""
         trace = cut.traces[stage]
         planned = rewrite(graph, plan.choice.forecast.trace)
@@ -103,6 +103,7 @@ class PlannedStage:
             input_gradients=tuple((name, known[name]) for name in results if name in known),
             outputs=tuple(value for kind, value in trace.outputs if kind == "output"),
             results=results,
+            tier=open_tier(torch.device("cpu"), _slots(planned), spill_dir),
             **_parts(halves, plan),
         )
 
@@ -136,6 +137,12 @@ class PlannedStage:
 def input_names(captured: Captured) -> list[str]:
     """Return the names of all inputs of a step."""
     return [node.name for node in captured.graph.graph.find_nodes(op="placeholder")]
+
+
+def _slots(planned: fx.Graph) -> list[int]:
+    """Return the bytes of each value that is offloaded, in the order of their slots."""
+    offloads = planned.find_nodes(op="call_function", target=torch.ops.memgraph.offload.default)
+    return [tensors(node.args[0])[0].nbytes for node in sorted(offloads, key=lambda node: node.args[1])]
 
 
 def _parts(halves: Partition, plan: StagePlan) -> dict[str, ModulePart | None]:

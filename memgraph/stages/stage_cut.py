@@ -44,6 +44,14 @@ class StageCut:
             if op.is_input and op.name in made and made[op.name] != k
         )
 
+    @cached_property
+    def drawn(self) -> tuple[int, ...] | None:
+        """Return how many random numbers each stage draws; None if that is not known before."""
+        if self.step.drawn is None:
+            return None
+        own = ([op.name for op in trace.ops if not op.is_input] for trace in self.traces)
+        return tuple(sum(self.step.drawn.get(name, 0) for name in names) for names in own)
+
     def sent_backward(self, stage: int) -> list[Message]:
         return [message for message in self.messages if message.sender == stage and message.receiver < stage]
 

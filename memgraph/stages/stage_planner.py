@@ -21,6 +21,7 @@ from passes.concurrent_forwards import (
     same_plan,
     with_plan,
 )
+from passes.schedule.copy_timing import has_copies
 from passes.stages.fixed_plans import recompute_all
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.preceding import first_gradient_read, recompute_early
@@ -33,6 +34,7 @@ from ..graph.captured import Input, Output
 from ..graph.stage_graph import stage_graph
 from ..graph.summarize import Cost, summarize
 from ..profile.library_workspaces import add_library_workspaces
+from ..storage.spill_file import Folder
 from .planned_stage import PlannedStage, StagePlan, input_names
 from .stage_budget import StageBudget
 from .stage_cut import StageCut
@@ -48,6 +50,7 @@ class StagePlanner:
 
     Attributes:
         checkpoint: "auto", "always" or "never".
+        spill_dir: the folder of what is offloaded.
     """
 
     cut: StageCut
@@ -56,6 +59,11 @@ class StagePlanner:
     bytes_of: StageBudget
     device: torch.device
     checkpoint: str = "auto"
+    spill_dir: Folder = None
+
+    def within(self, budget: int) -> StagePlanner:
+        """Return the same planner, with another budget."""
+        return replace(self, bytes_of=replace(self.bytes_of, budget=budget))
 
     def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
         """Return the stage, ready to run.
@@ -69,7 +77,7 @@ class StagePlanner:
         """
         graph = self._graph
         plan = self._choose(graph, None if beside is None else beside.plan.choice)
-        return PlannedStage.of(self.cut, self.number, graph, plan)
+        return PlannedStage.of(self.cut, self.number, graph, plan, self.spill_dir)
 
     def times(self) -> StageTimes:
         """Return the times of one micro-batch; infinite if no plan fits."""
@@ -81,7 +89,7 @@ class StagePlanner:
     def smallest(self) -> int:
         """Return the smallest budget for which a plan is found."""
         try:
-            return replace(self, bytes_of=replace(self.bytes_of, budget=1))._choose(self._graph).peak
+            return self.within(1)._choose(self._graph).peak
         except BudgetError as error:
             return error.smallest
 
@@ -119,7 +127,7 @@ class StagePlanner:
         trace = add_library_workspaces(trace, self.device)
         pending = 0  # bytes of micro-batches that wait for the gradients of parameters
         for _ in range(ATTEMPTS):
-            machine = Machine(max(1, self.bytes_of.budget - fixed - pending), str(self.device))
+            machine = replace(self._machine(count), budget=max(1, self.bytes_of.budget - fixed - pending))
             try:
                 choice = self._searched(trace, machine, count, other)
             except passes.BudgetError as error:
@@ -130,6 +138,12 @@ class StagePlanner:
             pending = needed
         raise self._too_small(plan.peak)
 
+    def _machine(self, count: int) -> Machine:
+        """Return the machine; the open forwards of all stages of a rank share the room on its disk."""
+        machine = self.cut.step.machine
+        link = replace(machine.link, capacity=machine.link.capacity // (count * self.schedule.stages_per_rank))
+        return replace(machine, device=str(self.device), link=link)
+
     def _searched(self, trace: Trace, machine: Machine, count: int, other: PlanResult | None) -> PlanResult:
         """Return the plan with which `count` forwards may be open."""
         if self.checkpoint == "never":
@@ -138,8 +152,10 @@ class StagePlanner:
             choice = with_plan(trace, machine, count, recompute_all(trace, machine))
         else:
             known = other and same_plan(trace, machine, count, other)
-            choice = known or plan_forwards(trace, machine, count, make_plan)
-        if self.number == self.schedule.stages - 1:
+            if known is not None:  # as it is: to recompute earlier would fill the room of the larger forwards
+                return known
+            choice = plan_forwards(trace, machine, count, make_plan)
+        if self.number == self.schedule.stages - 1 or has_copies(choice.plan):  # what it recomputes may be reloaded
             return choice
         forecast = partial(with_plan, choice.captured.trace, machine, count)
         return recompute_early(choice, machine.budget, forecast)
@@ -164,7 +180,7 @@ class StagePlanner:
         us, ranks = [0.0, 0.0], self.schedule.ranks
         for each in self.cut.messages:
             if each.sender == self.number and each.receiver % ranks != each.sender % ranks:
-                us[each.receiver < each.sender] += self.cut.step.network.us(each.nbytes)
+                us[each.receiver < each.sender] += self.cut.step.machine.network.us(each.nbytes)
         return us[0], us[1]
 
     def _too_small(self, least: int) -> BudgetError:

@@ -20,22 +20,22 @@ from passes.stages.timeline import StageTimes
 
 from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
+from ..oss.comm.watchdog import CollectiveWatchdog
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
-from .chunks import MicroBatch, batch_nbytes
+from .chunks import batch_nbytes
 from .cutter import Cutter
 from .mini_batch_plan import MiniBatchPlan, largest_peak
 from .planned_stage import PlannedStage
-from .ranks.network import measure_network
-from .ranks.stage_group import StageGroup
+from .ranks.stage_group import PLANNING, StageGroup
 from .stage_budget import StageBudget, StageParameters, budgets_error
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
 from .state.stage_tensors import all_tensors
 from .state.stage_updates import StageUpdates
-from .whole_step import WholeStep, whole_step
+from .step_capture import StepCapture, of_first_pipeline, random_nbytes
+from .whole_step import WholeStep
 
-PLANNING = "the planning of the stages"
 Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
 Forecasts = tuple[tuple[int, ...], tuple[StageTimes, ...]]
 Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
@@ -49,12 +49,16 @@ class FirstCut:
         owned: names of the parameters and buffers of each stage.
         parameters: bytes that follow from those of each stage of this rank.
         given: the arguments, with the schedule that was chosen.
+        updates_nbytes: bytes that the optimizer's states and its update would take for all parameters.
+        replicas: the ranks that have the same stages in other pipelines, if they are known.
     """
 
     cut: StageCut
     owned: tuple[frozenset[str], ...]
     parameters: Mapping[int, StageParameters]
     given: PipelineArguments
+    updates_nbytes: int
+    replicas: CollectiveWatchdog | None = None
 
     def kept(self, rank: int, ranks: int) -> frozenset[str]:
         """Return the names of the parameters and buffers of a rank."""
@@ -102,8 +106,9 @@ class StagePlans:
         batches = self.given.divided(args, kwargs)
         examples = {batch.shapes: batch for batch in reversed(batches)}
         shapes = list(dict.fromkeys(batch.shapes for batch in batches))
-        steps = self._steps([examples[each] for each in shapes], first, updates)
-        nbytes = batch_nbytes(args, kwargs)
+        capture = self._capture(first, updates)
+        steps = capture.steps([examples[each] for each in shapes], updates.lines() if updates else ())
+        nbytes = batch_nbytes(args, kwargs) + random_nbytes(steps)
         if first is None:
             assert updates is not None
             first = self._first(steps[0], nbytes, updates)
@@ -134,19 +139,16 @@ class StagePlans:
         of_stages = sorted(pair for _, pairs in every for pair in pairs)
         return tuple(peak for peak, _ in every), tuple(StageTimes(*each) for _, each in of_stages)
 
-    def _steps(
-        self, batches: Sequence[MicroBatch], first: FirstCut | None, updates: StageUpdates | None
-    ) -> list[WholeStep]:
-        """Capture the step of each micro-batch; ranks have the same ones, with the times of the first rank."""
-        loss = None if first is None else first.cut.step.loss_output
+    def _capture(self, first: FirstCut | None, updates: StageUpdates | None) -> StepCapture:
+        if first is not None:
+            known = first.cut.step.loss_output, first.cut.step.machine
+            return StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
         with self.group.reporting(PLANNING):
-            steps = [whole_step(self.module, batch.args, batch.kwargs, loss) for batch in batches]
-            lines = [*(line for step in steps for line in step.ops), *(updates.lines() if updates else ())]
-        self.group.check_agreement([f"{PLANNING}: none failed", *lines])
-        own = json.dumps([[op.us for op in step.trace.ops] for step in steps]).encode()
-        times = json.loads(self.group.share(own, "exchange of times")[0])
-        network = measure_network(self.group) if first is None else first.cut.step.network
-        return [step.with_times(us, network) for step, us in zip(steps, times, strict=True)]
+            nbytes, replicas = self._updates_nbytes(updates), updates.replicas if updates else None
+        return StepCapture(self.module, self.group, self.given, nbytes, replicas)
+
+    def _updates_nbytes(self, updates: StageUpdates | None) -> int:
+        return sum(updates.nbytes(dict(self.module.named_parameters()))) if updates is not None else 0
 
     def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates) -> FirstCut:
         """Return the best cut.
@@ -159,13 +161,15 @@ class StagePlans:
             numbers, given = cutter.cut() if self.group.rank == 0 else ([], None)
         self.group.check_agreement([f"{PLANNING}: none failed"])
         own = json.dumps([numbers, given and (given.schedule, given.stages_per_rank, given.delay)]).encode()
-        numbers, chosen = json.loads(self.group.share(own, "exchange of the cut")[0])
+        shared = self.group.share(own, "exchange of the cut")[0]
+        numbers, chosen = json.loads(of_first_pipeline(updates.replicas, shared))
         if chosen is None:
             raise budgets_error(self.given.budgets, numbers)
         cut, given = StageCut(step, tuple(numbers)), self.given.choosing(*chosen)
         stages = range(self.group.rank, len(cut.begins), self.group.ranks)
         parameters = {stage: cutter.parameters(cut, stage) for stage in stages}
-        return FirstCut(cut, cut.owned(all_tensors(self.module)), parameters, given)
+        owned = cut.owned(all_tensors(self.module))
+        return FirstCut(cut, owned, parameters, given, self._updates_nbytes(updates), updates.replicas)
 
     def _planner(self, cut: StageCut, first: FirstCut, stage: int, nbytes: int, checkpoint: str) -> StagePlanner:
         schedule = self._schedule(self.given.chunks, first)
@@ -177,7 +181,9 @@ class StagePlans:
         parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
         sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
         budget = StageBudget.of(first.given.stage_budgets[stage], *sizes)
-        return StagePlanner(cut, stage, schedule, budget, device_of_model(self.module), checkpoint)
+        return StagePlanner(
+            cut, stage, schedule, budget, device_of_model(self.module), checkpoint, self.given.spill_dir
+        )
 
     def _planned(self, planners: Planners) -> dict[int, dict[Kind, PlannedStage]]:
         """Return the stages of this rank, once all ranks have theirs.
@@ -219,9 +225,9 @@ def _planned_together(planners: Mapping[Kind, StagePlanner]) -> dict[Kind, Plann
     for kind, planner in planners.items():
         stages[kind] = planner.plan(next(iter(stages.values()), None))
     peak, budget = _stage_peak(planners, stages), next(iter(planners.values())).bytes_of.budget
-    if peak > budget:
-        raise BudgetError(f"micro-batches of {len(stages)} kinds need {peak} bytes together", budget, peak)
-    return stages
+    if peak <= budget:
+        return stages
+    raise BudgetError(f"micro-batches of {len(stages)} kinds need {peak} bytes together", budget, peak)
 
 
 def _stage_peak(planners: Mapping[Kind, StagePlanner], stages: Mapping[Kind, PlannedStage]) -> int:

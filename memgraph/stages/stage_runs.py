@@ -23,6 +23,7 @@ from .mini_batch_plan import MiniBatchPlan
 from .planned_stage import PlannedStage
 from .ranks.messages import Message, Receipt, Work, receive, send, wait_for, with_layout
 from .ranks.stage_group import StageGroup
+from .state.random_numbers import RandomNumbers
 
 Named = dict[str, Tensor]
 
@@ -58,6 +59,7 @@ class StageRuns:
         chunks: the tensors of each micro-batch, parameters and buffers among them, by their names in the graph.
         input_gradients: gradients of some of them, to add to.
         shares: of the rows that each micro-batch has.
+        random: sets the generator; None if no op draws.
         loss_scale: backward starts from the share of the rows, times this.
         loss: the mean over the rows so far, on the rank that makes it.
         times: of the actions that have run.
@@ -69,6 +71,7 @@ class StageRuns:
     chunks: Sequence[Named]
     input_gradients: Sequence[Mapping[str, Tensor | None]]
     shares: Sequence[float]
+    random: RandomNumbers | None = None
     loss_scale: float = 1.0
     loss: Tensor | None = None
     times: list[ActionTimes] = field(default_factory=list)
@@ -91,9 +94,12 @@ class StageRuns:
         stage, known = self._stage(action), self.chunks[action.chunk]
         if self.plan.schedule.name == NO_GRADIENTS:
             self._settle(action)
-        values = self._receive(action, stage.inputs).wait()
+        receipt = self._receive(action, stage.inputs)
+        if self.random is not None:
+            self.random.begin(action.stage, action.chunk)
+        values = receipt.wait()
         received = perf_counter()
-        run = StepRun(stage.halves, None)
+        run = StepRun(stage.halves, stage.tier)
         tensors = [values[name] if name in values else known[name].detach() for name in stage.inputs]
         values.clear()
         outputs = dict(zip(stage.outputs, run.forward(tensors, len(stage.outputs)), strict=True))

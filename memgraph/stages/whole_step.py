@@ -5,6 +5,7 @@ model(x, labels=y)   ->   Captured, and the costs of each stage that it can be c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes import Network, Trace
+from passes import Machine, Trace
 from passes.ir.liveness import RELEASED
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.places import Places
@@ -35,6 +36,7 @@ from ..system.device import device_of, unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
 
+REFUSED = "a pipeline can't be made of a model that"
 KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded
 
 
@@ -45,20 +47,32 @@ class WholeStep:
     Attributes:
         loss: the name of the value from which backward starts.
         loss_output: its place among the outputs of the model.
-        network: between the ranks.
+        machine: that the ranks plan for; its budget is that of no rank.
+        drawn: how many random numbers each op draws; None if that is not known before.
     """
 
     captured: Captured
     trace: Trace
     loss: str
     loss_output: int
-    network: Network = field(default_factory=Network)
+    machine: Machine = field(default_factory=lambda: Machine(0))
+    drawn: dict[str, int] | None = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Return True if an op draws random numbers."""
+        return self.drawn is None or any(self.drawn.values())
 
     @cached_property
     def costs(self) -> IntervalCosts:
         nodes = {name: value for value, name in self.tensors.items()}
         owners = {value: nodes[name] for name, value in self._gradients}
         return IntervalCosts(Places(self.trace, gradient_sums(self.captured), owners))
+
+    @property
+    def copy_us(self) -> float:
+        """Return the least time that a plan takes to offload and reload a byte; infinite without a tier."""
+        return 2 * self.machine.link.us_per_byte if self.machine.link.works else math.inf
 
     @cached_property
     def ops(self) -> list[str]:
@@ -92,10 +106,10 @@ class WholeStep:
         inputs = zip(placeholders, self.captured.inputs, strict=True)
         return {node.name: role.name for node, role in inputs if role.kind in ("parameter", "buffer")}
 
-    def with_times(self, us: Sequence[float], network: Network) -> WholeStep:
-        """Return the step with these times of its ops: ranks that plan with the same times find the same plans."""
+    def measured(self, us: Sequence[float], drawn: dict[str, int] | None, machine: Machine) -> WholeStep:
+        """Return the step with what rank 0 has measured: ranks that plan with the same times find the same plans."""
         ops = (replace(op, us=time) for op, time in zip(self.trace.ops, us, strict=True))
-        return replace(self, trace=replace(self.trace, ops=tuple(ops)), network=network)
+        return replace(self, trace=replace(self.trace, ops=tuple(ops)), drawn=drawn, machine=machine)
 
     def stage(self, begin: int, end: int) -> Trace:
         """Return the trace of a stage. What it sends stays until backward: the receiver may be late."""
@@ -137,15 +151,17 @@ def _refuse(captured: Captured) -> None:
     Raises:
         CaptureError: stages are not built for such a step.
     """
-    reasons = {
-        "branches on the value of a tensor": captured.guards,
-        "has submodules that can't be traced": captured.opaque,
-        "writes into a tensor of the batch": captured.rewritten,
-        "counts its calls in Python": captured.counters,
-    }
-    for reason, found in reasons.items():
-        if found:
-            raise CaptureError(f"a pipeline can't be made of a model that {reason}")
+    for part in captured.opaque:
+        raise CaptureError(f"{REFUSED} has submodules that can't be traced: {part.path}, {part.reason}")
+    for guard in captured.guards:
+        raise CaptureError(
+            f"{REFUSED} branches on the value of a tensor: {guard.assumption} at {guard.where or 'a line of forward'}; "
+            "all micro-batches run one graph, so compute both branches and choose with torch.where"
+        )
+    if captured.rewritten:
+        raise CaptureError(f"{REFUSED} writes into a tensor of the batch; let it clone that before")
+    for counter in captured.counters:
+        raise CaptureError(f"{REFUSED} counts its calls in Python, in {counter.name}; make that a buffer")
 
 
 def _loss_output(captured: Captured, known: int | None) -> int:

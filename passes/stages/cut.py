@@ -3,13 +3,14 @@
     four layers of 10, 10, 30 and 10 us, two stages    ->    the first two layers | the last two: 20 us, 40 us
 
 A dynamic program over (stage, border): f[k][j] = min over i of max(f[k - 1][i], us of the stage k from i to j).  The
-time of a stage that does not fit is at least that of recomputing what does not: a fractional knapsack.  Where `plan`
-is given, the stages of the best cut are planned, their times put in, and the best cut is looked for again, until it
-has been planned: then no cut is better.  Source of the recursion: AdaPipe (ASPLOS 2024).
+time of a stage that does not fit is at least that of recomputing or copying what does not: a fractional knapsack.
+Where `plan` is given, the stages of the best cut are planned, their times put in, and the best cut is looked for again,
+until it has been planned: then no cut is better.  Source of the recursion: AdaPipe (ASPLOS 2024).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -63,7 +64,7 @@ PlanStage = Callable[[Stage], float]  # returns its time with a plan, and infini
 
 def best_cut(
     costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], plan: PlanStage | None = None,
-    offloads: bool = False,
+    copy_us: float = math.inf,
 ) -> Cut:  # fmt: skip
     """Return the cut into as many stages as there are budgets.
 
@@ -71,7 +72,7 @@ def best_cut(
         budgets: bytes of each stage.
         forwards: the forwards of each stage that are open at once.
         plan: the time of a planned stage, the same whenever it is asked. Without it, the times are lower bounds.
-        offloads: True if a plan may offload, which may cost no time.
+        copy_us: the least time that a plan takes to offload and reload a byte; infinite without a tier.
 
     Raises:
         ValueError: there are more stages than places to cut.
@@ -82,7 +83,7 @@ def best_cut(
     if plan is None and all(np.isposinf(budgets)):
         slowest, at = partition(costs.us[0], len(budgets))
         return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
-    us = all_bounds(costs, budgets, forwards, offloads)
+    us = all_bounds(costs, budgets, forwards, copy_us)
     best: Cut | None = None
     for _ in range(ROUNDS if plan is not None else 1):
         bound, at = search(us)
@@ -135,32 +136,34 @@ def _put_in(us: list[Floats], at: Sequence[int], times: Sequence[float]) -> None
             us[k][: i + 1, j:] = np.inf
 
 
-def all_bounds(costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], offloads: bool) -> list[Floats]:
+def all_bounds(costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], copy_us: float) -> list[Floats]:
     """Return [i, j) of each stage: a lower bound of its time within its budget; infinite where nothing fits."""
     size = len(costs.borders)
     us = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], costs.us, np.inf)
     if all(np.isposinf(budgets)):
         return [us] * len(budgets)
-    return [_bounds(costs, us, budget, count, offloads) for budget, count in zip(budgets, forwards, strict=True)]
+    return [_bounds(costs, us, budget, count, copy_us) for budget, count in zip(budgets, forwards, strict=True)]
 
 
-def _bounds(costs: IntervalCosts, us: Floats, budget: float, forwards: int, offloads: bool) -> Floats:
+def _bounds(costs: IntervalCosts, us: Floats, budget: float, forwards: int, copy_us: float) -> Floats:
     us = np.where(costs.resident > budget, np.inf, us)
     excess = costs.resident + forwards * costs.saved - budget
-    for i, j in np.argwhere((excess > 0) & np.isfinite(us)) if not offloads else ():
-        us[i, j] += _recompute_us(costs, int(i), int(j), float(excess[i, j]) / forwards)
+    for i, j in np.argwhere((excess > 0) & np.isfinite(us)):
+        us[i, j] += _freeing_us(costs, int(i), int(j), float(excess[i, j]) / forwards, copy_us)
     return us
 
 
-def _recompute_us(costs: IntervalCosts, i: int, j: int, nbytes: float) -> float:
-    """Return the least time to recompute so many bytes, part of the last op; infinite if there are fewer."""
+def _freeing_us(costs: IntervalCosts, i: int, j: int, nbytes: float, copy_us: float) -> float:
+    """Return the least time to recompute so many bytes, part of the last op, and to copy those that are recomputed
+    slower than copied; infinite if there are fewer."""
     cells, sizes, times = costs.makers
-    inside = (cells >= i) & (cells < j)
+    inside = (cells >= i) & (cells < j) & (times < copy_us * np.maximum(sizes, 1.0))
     sizes, times = sizes[inside], times[inside]
     total = np.cumsum(sizes)
     last = int(np.searchsorted(total, nbytes))
     if last >= len(total):
-        return float("inf")
+        left = nbytes - (total[-1] if len(total) else 0.0)
+        return float(times.sum() + left * copy_us)
     before = total[last - 1] if last else 0.0
     return float(times[:last].sum() + times[last] * (nbytes - before) / max(sizes[last], 1.0))
 

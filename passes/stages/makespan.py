@@ -10,6 +10,7 @@ forwards to run meanwhile; and so it does after its last forward, with their bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,15 +21,15 @@ from .interval_costs import IntervalCosts
 
 
 def least_makespan(
-    costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], chunks: int, offloads: bool = False
+    costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], chunks: int, copy_us: float = math.inf
 ) -> float:
     """Return a lower bound of the time of a mini-batch, whatever the cut and the plans; infinite if nothing fits.
 
     Args:
         forwards: the most forwards of each stage that may be open.
-        offloads: True if plans may offload.
+        copy_us: the least time that a plan takes to offload and reload a byte; infinite without a tier.
     """
-    planned = all_bounds(costs, budgets, forwards, offloads)
+    planned = all_bounds(costs, budgets, forwards, copy_us)
     return search([_ends(costs, us, count, chunks) for us, count in zip(planned, forwards, strict=True)])[0]
 
 
@@ -36,12 +37,12 @@ def _ends(costs: IntervalCosts, planned: Floats, forwards: int, chunks: int) -> 
     """Return [i, j): when a mini-batch ends at the earliest, with this stage.
 
     Args:
-        planned: a lower bound of its time for one micro-batch, recomputation included.
+        planned: a lower bound of its time for one micro-batch, with what it recomputes and copies.
     """
     behind = costs.us[:, -1][None, :]
     first = np.maximum(0.0, behind - (forwards - 1) * costs.forward_us)
     last = np.maximum(0.0, behind - (forwards - 1) * costs.backward_us)
     waiting = first + last if chunks > forwards else np.maximum(first, last)
     before = costs.us[0, :][:, None]
-    # What is recomputed may fill the waiting.
+    # Recomputation and copies may fill the waiting.
     return before + np.maximum(chunks * planned, np.where(np.isfinite(planned), chunks * costs.us + waiting, np.inf))

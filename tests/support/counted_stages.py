@@ -1,6 +1,7 @@
 """A child process that runs a pipeline under budgets, while the second meter counts each rank.
 
 python -m tests.support.counted_stages 2 4 1f1b gpt2 0.6    # ranks, micro-batches, schedule, model, share of the room
+python -m tests.support.counted_stages 2 4 1f1b wide 1.0 disk    # all that can be is offloaded or recomputed
 
 It prints a line of JSON for each rank: counted, forecast and budget bytes. A share of 1 leaves each rank the room that
 it takes without a plan, beside what it holds in any case.
@@ -14,25 +15,35 @@ import sys
 import warnings
 from typing import Any
 
+import pytest
 import torch
 
 import memgraph
 from memgraph.profile.memory_meter import resident_bytes
+from passes import Offload
 from tests.support.allocator_meter import Allocator
+from tests.support.forced_plans import offloading
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import Batch, made, wide
 
 
 def main() -> None:
     """Run the pipeline that the command line names."""
-    ranks, chunks, schedule, name, share = sys.argv[1:]
-    for row in on_ranks(int(ranks), counted, int(chunks), schedule, name, float(share)):
+    ranks, chunks, schedule, name, share, *disk = sys.argv[1:]
+    for row in on_ranks(int(ranks), counted, int(chunks), schedule, name, float(share), bool(disk)):
         print(json.dumps(row))
 
 
-def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> dict[str, Any]:
+def counted(rank: int, chunks: int, schedule: str, name: str, share: float, disk: bool) -> dict[str, Any]:
     """Return the bytes of a rank in three steps with updates, and in later calls of other kinds."""
     warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch:
+        if disk:
+            offloading(patch)
+        return _counted(rank, chunks, schedule, name, share)
+
+
+def _counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> dict[str, Any]:
     allocator = Allocator()
     loose, kept = _prepared("4GB", chunks, schedule, name)[:2]
     budget = kept + int(share * (loose.peak - kept))
@@ -47,6 +58,8 @@ def counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> d
         pipe.optimizer.step()
         most.append(allocator.most - elsewhere)
     row = {"counted": most, "forecast": pipe.peak, "budget": pipe.given.budgets[rank], "kept": kept}
+    plans = [stage.plan.choice.plan for stages in pipe._latest.stages.values() for stage in stages]
+    row["offloads"] = any(isinstance(each, Offload) for plan in plans for each in plan)
     uneven = {key: value[: len(value) - 3].clone() for key, value in batch.items()}
     row["uneven"] = _counted_later(allocator, pipe, uneven)
     with torch.no_grad():

@@ -11,9 +11,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import pytest
+
+from memgraph.stages.stage_planner import StagePlanner
 from memgraph.storage.io_threads import STAGING
 from passes import Machine, PlanResult, Trace, apply, predict
 from passes.analysis.reuse_gaps import ReuseGaps
+from passes.concurrent_forwards import with_plan
 from passes.schedule.schedule import Placement, schedule
 
 FATES = (
@@ -61,3 +65,14 @@ def choice(gaps: ReuseGaps, fates: Mapping[str, Placement], machine: Machine) ->
 def linked(machine: Machine) -> Machine:
     """Return the machine with a link to a disk."""
     return replace(machine, link=replace(machine.link, out=100.0, back=100.0, staging=STAGING))
+
+
+def offloading(patch: pytest.MonkeyPatch) -> None:
+    """Let the stages of a pipeline recompute or offload all that they can."""
+
+    def plan(trace: Trace, machine: Machine, count: int, search: object) -> PlanResult:
+        return with_plan(trace, machine, count, all_given_up(trace, machine).plan)
+
+    known = StagePlanner._machine
+    patch.setattr(StagePlanner, "_machine", lambda planner, count: linked(known(planner, count)))
+    patch.setattr("memgraph.stages.stage_planner.plan_forwards", plan)

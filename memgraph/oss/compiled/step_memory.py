@@ -24,6 +24,7 @@ from ...optim.update_cost import add_update_op
 from ...optim.update_operands import no_parameters
 from ...optim.window_memory import OffloadedTensors, window_bytes
 from ..optimizer import OSS
+from ..shards.layout import ShardLayout
 from ..shards.param_groups import Group, options
 from ..shards.shard_views import BucketViews
 from ..step import AHEAD
@@ -48,11 +49,36 @@ def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Tr
         workspace = _step_nbytes(oss, [update for _, update in updates], reduced)
     else:
         states, update = _whole_update_nbytes(oss, trained.parameters)
-        averages = sum(_averages_nbytes(oss, reduced))
-        workspace = averages + max(update, sum(gather_nbytes(oss, bucket) for bucket in buckets)) + _flags_nbytes(oss)
+        workspace = _whole_step_nbytes(oss, update, reduced)
     sizes = [part.nbytes for part in parts]
     states += sum(sizes) - _own_part_nbytes(oss, parts)
     return add_update_op(trace, type(oss.inner).__name__, states, workspace if trained.parameters else 0, sizes)
+
+
+def largest_update_nbytes(oss: OSS, parameters: Collection[Tensor]) -> tuple[int, int]:
+    """Return the most that a rank keeps in states, and that an update takes, with these parameters of an optimizer."""
+    ids = set(map(id, parameters))
+    groups = [group | {"params": [p for p in group["params"] if id(p) in ids]} for group in oss.param_groups]
+    each = [_share_nbytes(_share(oss, groups, rank)) for rank in range(oss.comm.ranks)]
+    return max(states for states, _ in each), max(workspace for _, workspace in each)
+
+
+def _share(oss: OSS, groups: list[Group], rank: int) -> OSS:
+    """Return the optimizer as it would be on another rank, with other groups; it is only looked at."""
+    layout = ShardLayout(rank, oss.comm.ranks, oss.layout.bucket_bytes, oss.layout.splits, oss.layout.owners)
+    for i, group in enumerate(groups):
+        layout.add_group(i, group)
+    share = object.__new__(OSS)
+    vars(share).update(vars(oss) | {"layout": layout, "param_groups": groups})
+    return share
+
+
+def _share_nbytes(oss: OSS) -> tuple[int, int]:
+    if not oss.layout.splits:
+        states, update = _whole_update_nbytes(oss, oss.layout.parameters)
+        return states, _whole_step_nbytes(oss, update, ())
+    updates = [_update_nbytes(oss, bucket) for bucket in oss.layout.buckets]
+    return sum(nbytes for nbytes, _ in updates), _step_nbytes(oss, [update for _, update in updates], ())
 
 
 def _own_part_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
@@ -74,6 +100,12 @@ def _step_nbytes(oss: OSS, updates: Sequence[int], reduced: Collection[int]) -> 
     at_end = oss.comm.wire is torch.float16  # all buckets are gathered at the end
     turns = _turns(_averages_nbytes(oss, reduced), updates, [0] * len(buckets) if at_end else gathers)
     return max(*map(sum, turns), sum(gathers) * at_end, 0) + _flags_nbytes(oss)
+
+
+def _whole_step_nbytes(oss: OSS, update: int, reduced: Collection[int]) -> int:
+    """Return what a step allocates if all shards are updated at once."""
+    gathers = sum(gather_nbytes(oss, bucket) for bucket in oss.layout.buckets)
+    return sum(_averages_nbytes(oss, reduced)) + max(update, gathers) + _flags_nbytes(oss)
 
 
 def _flags_nbytes(oss: OSS) -> int:

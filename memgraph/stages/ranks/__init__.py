@@ -2,5 +2,5 @@
 
 stage_group.py: the ranks, and the errors of one of them
 messages.py: values between stages
-network.py: how long messages take
+machine.py: how long messages take, and copies to the disks of all ranks
 """

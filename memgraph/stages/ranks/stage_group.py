@@ -20,6 +20,7 @@ from ...oss.comm.rank_group import all_texts
 from ...oss.comm.watchdog import CollectiveWatchdog
 
 FIRST_ERROR = "memgraph/first error of a stage"
+PLANNING = "the planning of the stages"
 ADVICE = "All ranks have to give the same model, arguments and batch."
 
 

@@ -4,6 +4,8 @@ stage_tensors.py: parameters and buffers
 shared_parameters.py: gradients of parameters that several stages read
 deferred_batch_norm.py: running statistics of whole mini-batches
 clip_norm.py: the norm of the gradients of all stages
+random_numbers.py: generators that draw what the plain model would
+draw_counts.py: how many numbers ops draw
 stage_updates.py: the optimizer of each stage, and its bytes
 stage_state_dict.py: state dicts of a model in stages
 safetensors_state.py: a state dict in safetensors files, read entry by entry

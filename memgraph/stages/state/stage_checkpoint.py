@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ...errors import StateError
 from ...optim.validate_state import class_name
+from ...oss import OSS
 from ...oss.checkpoint.checkpoint_folder import CheckpointFolder
 from ...oss.sharded_checkpoint import CLASS, Target, put, random_state, refuse_other_model, set_random_state
 from ..ranks.stage_group import StageGroup
@@ -39,6 +40,13 @@ class StageCheckpoint:
     module: nn.Module
     parameters: Named
     optimizer: optim.Optimizer | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, OSS):
+            raise StateError(
+                "a pipeline's checkpoint does not hold the states of a sharded optimizer: save pipe.full_state_dict(), "
+                "and pipe.optimizer.state_dict() of each stage, after pipe.optimizer.consolidate_state_dict()"
+            )
 
     def save(self, folder: Target) -> None:
         """Write this rank's part.

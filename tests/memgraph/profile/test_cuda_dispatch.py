@@ -44,7 +44,7 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
     filled = list[Tensor]()
     monkeypatch.setattr(op_profiler, "_fill", lambda fake, number: filled.append(fake))
     backward = node_of(graph, aten._scaled_dot_product_efficient_attention_backward.default)
-    op_profiler._generated_arguments(backward, GPU, 0, False)
+    op_profiler.generated_arguments(backward, GPU, 0, False)
     assert [value.device for value in filled if value.dtype == torch.int64] == [CPU, CPU]
     assert backward.meta["val"][0].device == GPU
 

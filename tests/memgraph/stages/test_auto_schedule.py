@@ -16,7 +16,7 @@ NETWORKS = {"fast": Network(1e6, 1.0), "slow": Network(1e6, 1e5)}
 def _forecasts(rank: int, network: str) -> tuple[dict[str, float], str, list[str]]:
     """Return the forecasts of all schedules, the one that was taken, and the parameters with other gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memgraph.stages.stage_plans.measure_network", lambda group: NETWORKS[network])
+        patch.setattr("memgraph.stages.step_capture.measure_network", lambda group: NETWORKS[network])
         us = {}
         for schedule in ("1f1b", "zero_bubble", "interleaved", "auto"):
             model, batch = wide(8)

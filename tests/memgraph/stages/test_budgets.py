@@ -59,6 +59,25 @@ def _tight(rank: int, schedule: str) -> list[Any]:
     return [smallest, wrong, caught.value.smallest in smallest, pipe.peak <= smallest[rank], is_planned]
 
 
+def _uneven(rank: int) -> tuple[bool, bool]:
+    """Return whether this rank recomputes under a budget for even micro-batches, and keeps it for uneven ones."""
+    model, batch = wide(32)
+    loose = memgraph.pipeline(wide(32)[0], "1GB", 4)
+    loose.prepare(**batch)
+    share = json.dumps(int(0.7 * loose.peak)).encode()
+    budgets = [json.loads(text) for text in loose.group.share(share, "budgets")]
+    pipe = memgraph.pipeline(model, budgets, 4)
+    pipe.prepare(**batch)
+    recomputes = any(stage.plan.choice.plan for stages in pipe._latest.stages.values() for stage in stages)
+    pipe.prepare(**{key: value[:30] for key, value in batch.items()})
+    return recomputes, pipe.peak <= budgets[rank]
+
+
+def test_a_smaller_last_micro_batch_fits_where_the_others_do() -> None:
+    results = on_ranks(2, _uneven)
+    assert results[0] == (True, True) and results[1][1]
+
+
 def _free(rank: int) -> list[int]:
     model, batch = made("gpt2", 4)
     with pytest.MonkeyPatch.context() as patch:

@@ -133,6 +133,12 @@ def test_a_hook_on_a_gradient_is_refused() -> None:
         memgraph.pipeline(model, "1GB", 4).step(**batch)
 
 
+def test_a_branch_is_refused_with_its_line_and_what_to_do() -> None:
+    words = r"the value is True at test_errors\.py:\d+.*compute both branches and choose with torch.where"
+    with pytest.raises(memgraph.CaptureError, match=words):
+        memgraph.pipeline(Branch(), "1GB", 2).step(torch.ones(8, 4))
+
+
 DIFFER = AgreementError.__name__
 REFUSED = {
     "model": (DIFFER, DIFFER),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Trace, check, parse
+from passes import BudgetError, Machine, PlanResult, Trace, check, make_plan, parse
+from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 from passes.ir.liveness import RELEASED
-from passes.stages.cut import Cut, PlanStage, Stage, balanced_cut, best_cut
+from passes.ir.machine import Link
+from passes.pipeline import QUICK
+from passes.stages.cut import Cut, PlanStage, Stage, all_bounds, balanced_cut, best_cut
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.places import Places, computes
 from passes.stages.stage_trace import stage_trace
@@ -190,7 +194,7 @@ def test_no_cut_is_better(trace: Trace, count: int, data: st.DataObject) -> None
     every = [cut_of(costs, at, planned) for at in itertools.combinations(range(1, size - 1), count - 1)]
     best = min(every, default=math.inf)
     try:
-        cut = best_cut(costs, limits, [1] * count, planned, offloads=True)
+        cut = best_cut(costs, limits, [1] * count, planned, copy_us=0.0)
     except BudgetError:
         assert best == math.inf
         return
@@ -213,6 +217,60 @@ def test_bounds_without_a_tier_are_below_what_keeps_the_budget(trace: Trace, cou
     assert cut.slowest_us * count >= whole - 1e-6
     roomy = int((costs.resident + forwards * costs.saved).max())
     assert best_cut(costs, [roomy] * count, [forwards] * count).us == cut.us
+
+
+def chain(layers: Sequence[tuple[int, float]]) -> Trace:
+    """Return a step of layers, each with a value of so many bytes that backward reads, and its microseconds."""
+    forward = [f"a{i} = f(a{i - 1})  # makes a{i}:{nbytes} | {us} us" for i, (nbytes, us) in enumerate(layers, 1)]
+    count = len(layers)
+    backward = [f"g{i} = b(g{i + 1}, a{i})  # makes g{i}:1 | 1.0 us" for i in range(count, 0, -1)]
+    given = ["w = parameter()  # makes w:1", f"g{count + 1} = tangent()  # makes g{count + 1}:1"]
+    first = ["a0 = f(w)  # makes a0:1 | 1.0 us"]
+    lines = ["forward:", *given, *first, *forward, "backward:", *backward, f"return output a{count}, gradient g1"]
+    return parse("\n".join(lines))
+
+
+def quick(trace: Trace, machine: Machine) -> PlanResult:
+    return make_plan(trace, machine, QUICK)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(50, 200), st.sampled_from([1.0, 4.0, 20.0])), min_size=4, max_size=10),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.01, 0.05, math.inf]),
+    st.floats(0.4, 1.0),
+)
+def test_no_plan_is_faster_than_the_bound(
+    layers: list[tuple[int, float]], forwards: int, us_per_byte: float, share: float
+) -> None:
+    """Plans that recompute, and copy if they may, with a link that takes no time but that of compute."""
+    trace = chain(layers)
+    costs = IntervalCosts(Places(trace))
+    stage = stage_trace(costs.places, 0, trace.boundary)
+    link = Link(out=1e9, back=1e9, us_per_byte=us_per_byte) if us_per_byte < math.inf else Link()
+    budget = int(share * unplanned_nbytes(stage, Machine(1 << 40), forwards))
+    bound = all_bounds(costs, [budget], [forwards], 2 * us_per_byte)[0][0, -1]
+    with suppress(BudgetError):
+        choice = plan_forwards(stage, Machine(budget, link=link), forwards, quick)
+        assert bound <= choice.forecast.us * (1 + 1e-9)
+
+
+def test_a_tier_takes_no_more_than_copying_what_does_not_fit() -> None:
+    costs = IntervalCosts(Places(SKIP, SUMS))
+    plain = float(costs.us[0, -1])
+    budget = int(costs.resident[0, -1] + costs.saved[0, -1]) - 20
+    more = [best_cut(costs, [budget], [1], copy_us=copy_us).us[0] - plain for copy_us in (0.0, 0.01, math.inf)]
+    assert more == pytest.approx([0.0, 0.2, recomputed(costs, 20)])
+
+
+def recomputed(costs: IntervalCosts, nbytes: int) -> float:
+    """Return the least time to recompute so many bytes, the cheapest first, by hand."""
+    left, us = float(nbytes), 0.0
+    for _, size, time in zip(*costs.makers, strict=True):
+        part = min(left, size)
+        us, left = us + time * part / size, left - part
+    return us
 
 
 def test_a_budget_that_no_cut_keeps_names_the_stage() -> None:

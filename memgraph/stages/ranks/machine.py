@@ -1,17 +1,22 @@
-"""The network between two ranks of a pipeline.
+"""The machine that all ranks of a pipeline plan for: the network between them, and their disks.
 
 rank 0 sends 1 KB and 256 KB to rank 1, which sends them back    ->    900 bytes per microsecond after 60 microseconds
+each rank copies to its disk while the others do                 ->    the rates of the slowest
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from passes import Network
+from passes import Machine, Network
 
+from ...profile.machine_profile import measure_links
+from ...storage.spill_file import Folder
 from .messages import Message, receive, send, wait_for
 from .stage_group import StageGroup
 
@@ -27,6 +32,27 @@ def measure_network(group: StageGroup) -> Network:
     rate = (SIZES[1] - SIZES[0]) / max(large - small, 1.0)
     own = json.dumps([rate, small]).encode()
     return Network(*json.loads(group.share(own, "exchange of the network's speed")[0]))
+
+
+def measure_disks(
+    group: StageGroup, machine: Machine, tier: str | None, folder: Folder, sizes: Sequence[int], room: int
+) -> Machine:
+    """Return the machine with the slowest link of all ranks, which may share a disk.
+
+    Args:
+        sizes: bytes of the values that may be offloaded.
+        room: bytes of memory that measuring may use.
+    """
+    if tier is None:
+        return machine
+    group.check_agreement(["the disks are measured"])  # all at once
+    with group.reporting("measuring the disk"):
+        link = measure_links(machine, tier, torch.device("cpu"), folder, sizes, room=room).link
+    own = [link.out, link.back, -link.call_us, -link.us_per_byte, link.capacity // group.ranks]
+    texts = group.share(json.dumps(own).encode(), "exchange of the disks' speed")
+    out, back, call_us, us_per_byte, capacity = map(min, zip(*map(json.loads, texts), strict=True))
+    link = replace(link, out=out, back=back, call_us=-call_us, us_per_byte=-us_per_byte, capacity=capacity)
+    return replace(machine, tier=tier, link=link)
 
 
 def _fastest_us(group: StageGroup, nbytes: int) -> float:
