@@ -27,6 +27,7 @@ from .chunks import call_lines, mode_lines
 from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import KeptPlans, MiniBatchPlan
 from .pipeline_report import PipelineReport
+from .ranks.scaler import check_scaler
 from .ranks.stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
 from .stage_runs import ActionTimes, StageRuns
@@ -249,9 +250,13 @@ class Pipeline:
     def scale_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Scale the gradients of later steps as the scaler scales a loss; the loss that a step returns is not scaled.
 
-        Use a `memgraph.GradScaler(device, group=group)` with the group of the pipeline: an infinity in one stage counts
-        in all of them.
+        Use a `memgraph.GradScaler(device, group=group)` with the group of the pipeline, `dist.group.WORLD` if it was
+        given none: an infinity in one stage counts in all of them.
+
+        Raises:
+            ValueError: the scaler has no group with these ranks, so that some stages would skip a step alone.
         """
+        check_scaler(self.group, scaler)
         self._loss_scale = float(scaler.scale(torch.ones(())))
 
     @property
