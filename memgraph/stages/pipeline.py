@@ -27,7 +27,6 @@ from .chunks import call_lines, mode_lines
 from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import KeptPlans, MiniBatchPlan
 from .pipeline_report import PipelineReport
-from .ranks.scaler import check_scaler
 from .ranks.stage_group import StageGroup
 from .stage_plans import PLANNING, FirstCut, StagePlans
 from .stage_runs import ActionTimes, StageRuns
@@ -256,7 +255,7 @@ class Pipeline:
         Raises:
             ValueError: the scaler has no group with these ranks, so that some stages would skip a step alone.
         """
-        check_scaler(self.group, scaler)
+        self.group.check_scaler(scaler)
         self._loss_scale = float(scaler.scale(torch.ones(())))
 
     @property

@@ -85,7 +85,7 @@ def _entry(state: Mapping[str, Any], keys: Sequence[str], own: Tensor) -> Tensor
 
 
 def _gathered(group: StageGroup, key: str, value: Tensor, owner: int) -> Tensor:
-    """Return a copy of the tensor on rank 0, sent by the rank that has it: later steps change none of the entries."""
+    """Return a copy of the tensor on rank 0, sent by the rank that has it; later steps leave it as it is."""
     message = Message(key, torch.empty_like(value, device="cpu" if group.rank == 0 else "meta"), owner, 0)
     if owner and group.rank == owner:
         wait_for(group, send(group, [(message, value)]))
