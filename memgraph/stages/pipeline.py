@@ -255,9 +255,13 @@ class Pipeline:
     def scale_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Scale the gradients of later steps as the scaler scales a loss; the loss that a step returns is not scaled.
 
-        Use a `memgraph.GradScaler(device, group=group)` with the group of the pipeline: an infinity in one stage counts
-        in all of them.
+        Use a `memgraph.GradScaler(device, group=group)` with the group of the pipeline, `dist.group.WORLD` if it was
+        given none: an infinity in one stage counts in all of them.
+
+        Raises:
+            ValueError: the scaler has no group with these ranks, so that some stages would skip a step alone.
         """
+        self.group.check_scaler(scaler)
         self._loss_scale = float(scaler.scale(torch.ones(())))
 
     @property

@@ -155,14 +155,16 @@ class StagePlans:
 
         Raises:
             BudgetError: no cut keeps the budgets; on all ranks.
+            ValueError: there are too few places to cut, or `balance` has others; on all ranks.
         """
         cutter = Cutter(self.module, step, self.given, nbytes, updates)
         with self.group.reporting(PLANNING):
-            numbers, given = cutter.cut() if self.group.rank == 0 else ([], None)
+            own = json.dumps(_found(cutter)) if self.group.rank == 0 else ""
         self.group.check_agreement([f"{PLANNING}: none failed"])
-        own = json.dumps([numbers, given and (given.schedule, given.stages_per_rank, given.delay)]).encode()
-        shared = self.group.share(own, "exchange of the cut")[0]
-        numbers, chosen = json.loads(of_first_pipeline(updates.replicas, shared))
+        shared = self.group.share(own.encode(), "exchange of the cut")[0]
+        numbers, chosen, refused = json.loads(of_first_pipeline(updates.replicas, shared))
+        if refused is not None:
+            raise ValueError(refused)
         if chosen is None:
             raise budgets_error(self.given.budgets, numbers)
         cut, given = StageCut(step, tuple(numbers)), self.given.choosing(*chosen)
@@ -213,6 +215,15 @@ class StagePlans:
             every = sorted(tuple(pair) for _, pairs in each for pair in pairs)
             raise budgets_error(self.given.budgets, [nbytes for _, nbytes in every])
         raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
+
+
+def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str | None]:
+    """Return where the stages begin, or the smallest budgets; the schedule, or None; why no rank can cut the step."""
+    try:
+        numbers, given = cutter.cut()
+    except ValueError as error:
+        return [], None, str(error)
+    return numbers, None if given is None else (given.schedule, given.stages_per_rank, given.delay), None
 
 
 def _planned_together(planners: Mapping[Kind, StagePlanner]) -> dict[Kind, PlannedStage]:

@@ -156,9 +156,12 @@ class StageRuns:
 
     def _tangents(self, action: Action, stage: PlannedStage, values: Named) -> Named:
         """Return the gradients that backward starts from; that of the loss is the micro-batch's share of the rows."""
-        start = torch.tensor(self.shares[action.chunk] * self.loss_scale)
+        start = self.shares[action.chunk] * self.loss_scale
         pairs = zip(stage.halves.tangents, stage.tangents, strict=True)
-        return {name: values[name] if name in values else start.to(fake.device, fake.dtype) for fake, name in pairs}
+        return {
+            name: values[name] if name in values else torch.full((), start, dtype=fake.dtype, device=fake.device)
+            for fake, name in pairs
+        }
 
     def _stage(self, action: Action) -> PlannedStage:
         return self.plan.stages[action.stage][action.chunk]

@@ -114,12 +114,17 @@ class Places:
 
     @cached_property
     def _written(self) -> list[tuple[int, int]]:
-        """Return, for each op that writes in place, the first op that uses what it writes, and itself."""
+        """Return, for each op that writes in place, the first op that uses what it writes, and itself.
+
+        What is written to an input reaches the stage of that op alone, so the last use of the input stands there too.
+        """
         spans = []
         for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
             if not op.is_input and not op.makes and computes(op):
                 uses = [j for j in range(i) if set(op.holds) & (self.reads[j] | set(self.trace.ops[j].holds))]
-                spans.append((min((j for j in uses if not self.trace.ops[j].is_input), default=i), i))
+                first = min((j for j in uses if not self.trace.ops[j].is_input), default=i)
+                inputs = (self.uses[storage] for storage in op.holds if self._is_input(storage))
+                spans.append((first, max([i, *itertools.chain(*(places for each in inputs for places in each))])))
         return spans
 
     @cached_property

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveError
 from ...oss.comm.agreement import check_agreement, report_errors
 from ...oss.comm.rank_group import all_texts
 from ...oss.comm.watchdog import CollectiveWatchdog
+from ...oss.grad_scaler import GradScaler
 
 FIRST_ERROR = "memgraph/first error of a stage"
 PLANNING = "the planning of the stages"
@@ -42,6 +44,22 @@ class StageGroup:
         """
         if self.watchdog is not None:
             check_agreement(self.watchdog, lines, ADVICE)
+
+    def check_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """
+        Raises:
+            ValueError: an infinity in one stage would not count in the others.
+        """
+        if self.watchdog is None or not scaler.is_enabled():
+            return
+        ranks = scaler.ranks if isinstance(scaler, GradScaler) else None
+        known = [] if ranks is None else [*ranks.watchdog.members]
+        if not {*self.watchdog.members} <= {*known}:
+            raise ValueError(
+                f"an infinity in one stage has to count on ranks {[*self.watchdog.members]}, and this scaler has "
+                f"{'no group' if ranks is None else f'a group of ranks {known}'}; give memgraph.GradScaler group= the "
+                "group of the pipeline, or torch.distributed.group.WORLD"
+            )
 
     @contextmanager
     def reporting(self, subject: str) -> Iterator[None]:

@@ -49,7 +49,7 @@ def load_files(module: nn.Module, paths: Sequence[str | PathLike[str]]) -> None:
 
 
 def full_state_dict(module: nn.Module, group: StageGroup, owned: Sequence[frozenset[str]]) -> dict[str, Any]:
-    """Return the state dict of the whole module on rank 0, and an empty one on the others.
+    """Return a copy of the state dict of the whole module on rank 0, and an empty one on the others.
 
     Args:
         owned: the names of the tensors that each stage has.
@@ -85,8 +85,10 @@ def _entry(state: Mapping[str, Any], keys: Sequence[str], own: Tensor) -> Tensor
 
 
 def _gathered(group: StageGroup, key: str, value: Tensor, owner: int) -> Tensor:
-    """Return the tensor on rank 0, sent by the rank that has it."""
+    """Return a copy of the tensor on rank 0, sent by the rank that has it; later steps leave it as it is."""
     message = Message(key, torch.empty_like(value, device="cpu" if group.rank == 0 else "meta"), owner, 0)
     if owner and group.rank == owner:
         wait_for(group, send(group, [(message, value)]))
-    return receive(group, [message]).wait()[key] if owner and group.rank == 0 else value
+    if group.rank:
+        return value
+    return receive(group, [message]).wait()[key] if owner else value.clone()

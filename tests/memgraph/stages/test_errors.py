@@ -95,6 +95,8 @@ def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:
         batch = {"input": torch.randn(8, 4)}
     if what == "stages":
         model, batch = Small(), {"x": torch.randn(8, 1)}
+    if what == "balance":
+        given["balance"] = [0, 10_000]
     if what == "branch":
         model, batch = Branch(), {"x": torch.ones(8, 4)}
     if what == "tiny":
@@ -149,7 +151,8 @@ REFUSED = {
     "batch": (DIFFER, DIFFER),
     "fewer rows": (DIFFER, DIFFER),
     "no loss": ("CaptureError", "CaptureError"),
-    "stages": ("ValueError", DIFFER),
+    "stages": ("ValueError", "ValueError"),
+    "balance": ("ValueError", "ValueError"),
     "branch": ("CaptureError", "CaptureError"),
     "tiny": (BudgetError.__name__, BudgetError.__name__),
     "again": ("ValueError", "ValueError"),

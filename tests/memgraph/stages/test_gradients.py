@@ -69,6 +69,21 @@ def test_gradients_are_those_of_the_plain_model(name: str, schedule: str, ranks:
         assert each[-1][2] == pytest.approx(each[-1][3], rel=1e-6)
 
 
+def _doubled(rank: int) -> list[str]:
+    """Return the parameters of 64 bits whose gradients differ."""
+    model, batch = made("skips", 7)
+    model, batch = model.double(), {key: value.double() for key, value in batch.items()}
+    plain, _ = in_turn(model, batch, 3)
+    pipe = memgraph.pipeline(model, "1GB", 3)
+    pipe.step(**batch)
+    wanted = dict(plain.named_parameters())
+    return [key for key, value in pipe.named_parameters() if not same(value.grad, wanted[key].grad, "skips")]
+
+
+def test_the_share_of_the_rows_has_the_bits_of_the_loss() -> None:
+    assert on_ranks(2, _doubled) == [[]] * 2
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_skips_over_stages_block_no_rank(schedule: str) -> None:
     for names, wrong, *_ in on_ranks(4, _gradients, "skips", schedule, 6):

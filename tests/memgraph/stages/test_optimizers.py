@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,6 +56,22 @@ def _scaled(rank: int, bad: int) -> tuple[list[float], list[str]]:
 def test_an_infinity_in_one_stage_counts_in_all() -> None:
     for bad in (0, 1):
         assert on_ranks(2, _scaled, bad) == [([64.0, 32.0, 32.0, 64.0, 64.0], [])] * 2
+
+
+def _scaled_alone(rank: int) -> list[str]:
+    pipe = memgraph.pipeline(made("skips", 4)[0], "1GB", 2)
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu"), memgraph.GradScaler("cpu"), memgraph.GradScaler("cpu", group=alone)):
+        with pytest.raises(ValueError, match=r"has to count on ranks \[0, 1\]") as caught:
+            pipe.scale_loss(scaler)
+        found.append(str(caught.value).partition("scaler has ")[2].partition(";")[0])
+    pipe.scale_loss(torch.amp.GradScaler("cpu", enabled=False))
+    return found
+
+
+def test_a_scaler_of_other_ranks_is_refused() -> None:
+    assert on_ranks(2, _scaled_alone) == [["no group"] * 2 + [f"a group of ranks [{rank}]"] for rank in (0, 1)]
 
 
 class FrozenHalf(nn.Module):

@@ -76,6 +76,23 @@ def test_training_in_stages_ends_in_the_state_of_eager(name: str) -> None:
     assert (first[2:], last[2:]) == ([True, []], [{}, []])
 
 
+def _kept(rank: int) -> list[str]:
+    """Return the entries of a gathered state that a later step has changed."""
+    model, batch = made("tied", 4)
+    pipe = memgraph.pipeline(model, "1GB", 2, optimizer=torch.optim.AdamW)
+    pipe.prepare(**batch)
+    state = pipe.full_state_dict()
+    before = {key: value.clone() for key, value in state.items()}
+    pipe.step(**batch)
+    assert pipe.optimizer is not None
+    pipe.optimizer.step()
+    return [key for key, value in state.items() if not torch.equal(value, before[key])]
+
+
+def test_a_gathered_state_stays_as_it_was() -> None:
+    assert on_ranks(2, _kept) == [[], []]
+
+
 def _loaded(rank: int) -> list[Any]:
     torch.manual_seed(0)
     plain, x, y = WithExtras(), torch.randn(6, 3, 4), torch.randn(6, 3, 4)

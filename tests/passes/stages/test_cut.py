@@ -290,6 +290,25 @@ def test_places_that_do_not_rise_are_refused() -> None:
         balanced_cut(costs, [0, 8, 6], [1, 1, 1])
 
 
+def test_an_input_that_an_op_writes_is_read_in_one_stage() -> None:
+    trace = parse(
+        """
+        forward:
+        n = buffer()  # makes n:4
+        m = buffer()  # makes m:4
+        x = input()  # makes x:10
+        t = tangent()  # makes t:1
+        w = add_(n)  # holds n | once
+        a = relu(x)  # makes a:10
+        b = mul(a, n)  # makes b:10
+        c = mul(b, m)  # makes c:10
+        d = mul(c, m)  # makes d:10
+        return output d
+        """
+    )
+    assert [trace.ops[cut].name for cut in Places(trace).cuts] == ["c", "d"]
+
+
 def test_recomputing_moves_the_cut() -> None:
     costs = IntervalCosts(Places(SKIP, SUMS))
     free = best_cut(costs, [math.inf, math.inf], [4, 1])
