@@ -7,7 +7,7 @@ a saved plan             ->   the slices that it has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +16,8 @@ from torch import fx
 from passes import Machine, Trace, predict
 from passes.ir.invariants import check
 from passes.ir.liveness import released
-from passes.slices.chain import find_chains
-from passes.slices.choose import choose_slices
+from passes.slices.chain import Facts
+from passes.slices.choose import choose_slices, of_captured, slice_around
 from passes.slices.row_rule import RowFacts
 from passes.slices.slice import Slice
 from passes.slices.unroll import unroll
@@ -71,25 +71,30 @@ def in_slices(captured: Captured, request: SliceRequest, with_state: Callable[[T
     peak = predict(with_state(trace), machine).peak
     if peak <= request.budget and request.asked == "auto" and not request.saved:
         return captured
-    graph = _prepared(captured.graph.graph)
+    graph, slices = _prepared(captured.graph.graph), list[Slice]()
     states = peak - predict(trace, machine).peak
-    slices = request.saved or _chosen(graph, request, replace(machine, budget=request.budget - states))
-    for cut in slices:
-        unrolled = unroll(summarize(graph), cut, _unit(request))
+    facts, prepared = _facts(graph), released(summarize(graph))
+    machine = replace(machine, budget=request.budget - states)
+    for asked in _asked(request, prepared, machine, facts):
+        before = summarize(graph)
+        cut = asked if isinstance(asked, Slice) else _slice_of(before, prepared, machine, facts, asked, _unit(request))
+        unrolled = unroll(before, cut, _unit(request))
         check(unrolled.trace)
         graph = sliced_graph(graph, unrolled)
+        slices.append(cut)
     if not slices:
         return captured
     module = fx.GraphModule(captured.graph, graph)
-    return replace(captured, graph=module, slices=slices, whole=captured, whole_nbytes=peak)
+    return replace(captured, graph=module, slices=tuple(slices), whole=captured, whole_nbytes=peak)
 
 
-def _chosen(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[Slice, ...]:
-    """Return the slices of a graph that a submodule, or "auto", asks for."""
-    trace, facts = summarize(graph), _facts(graph)
+def _asked(request: SliceRequest, trace: Trace, machine: Machine, facts: Facts) -> Sequence[Slice | tuple[str, int]]:
+    """Return slices, or submodules with their parts."""
+    if request.saved:
+        return request.saved
     if isinstance(request.asked, Mapping):
-        return tuple(_slice_of(trace, facts, path, parts) for path, parts in request.asked.items())
-    return choose_slices(released(trace), machine, facts, _unit(request), request.reruns).slices
+        return tuple(request.asked.items())
+    return choose_slices(trace, machine, facts, _unit(request), request.reruns).slices
 
 
 def _unit(request: SliceRequest) -> int:
@@ -104,7 +109,7 @@ def _prepared(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _facts(graph: fx.Graph) -> Callable[[str], RowFacts]:
+def _facts(graph: fx.Graph) -> Facts:
     """Return how the ops of a graph run on rows, by name; each is looked at once."""
     nodes = {node.name: node for node in graph.nodes}
     known: dict[str, RowFacts] = {}
@@ -117,14 +122,19 @@ def _facts(graph: fx.Graph) -> Callable[[str], RowFacts]:
     return facts
 
 
-def _slice_of(trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: int) -> Slice:
-    """Return the chain around the largest value of a submodule."""
-    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
+def _slice_of(
+    trace: Trace, captured: Trace, machine: Machine, facts: Facts, asked: tuple[str, int], unit: int
+) -> Slice:
+    """Return the chain around the largest value of a submodule that is not in parts already."""
+    path, parts = asked
+    known = of_captured(facts, captured, trace)
+    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path) and known(op.name).rules]
     for op in sorted(own, key=lambda op: -op.nbytes):
-        for found in find_chains(trace, facts, op.name, parts):
+        if (found := slice_around(trace, machine, known, op.name, parts, unit)) is not None:
             return found
-    has = "has no ops that can run in parts" if own else "makes no value in this step"
-    raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
+    raise ValueError(
+        f"slices has {path!r}, which has no ops left that can run in parts; leave it out, or give slices='auto'"
+    )
 
 
 def _is_in(where: str, path: str) -> bool:

@@ -9,6 +9,7 @@ the peak by a share worth having and a part has enough rows. Then the next peak 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..ir.invariants import BrokenTrace, check
@@ -16,6 +17,7 @@ from ..ir.liveness import spans
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..simulate.forecast import predict
+from .blocks import returned_values
 from .chain import Facts, find_chains
 from .row_rule import RowFacts, rows_of, type_shape
 from .slice import Slice
@@ -48,14 +50,30 @@ def choose_slices(trace: Trace, machine: Machine, facts: Facts, unit: int = 1, r
     for _ in range(CHAINS):
         if peak <= machine.budget:
             break
-        found = _next(best, machine, _of_captured(facts, trace, best.trace), unit, reruns)
+        found = _next(best, machine, of_captured(facts, trace, best.trace), unit, reruns)
         if found is None:
             break
         best, peak = found, predict(found.trace, machine).peak
     return best
 
 
-def _of_captured(facts: Facts, captured: Trace, trace: Trace) -> Facts:
+def slice_around(trace: Trace, machine: Machine, facts: Facts, seed: str, parts: int, unit: int = 1) -> Slice | None:
+    """Return the chain around the result of an op with which the step has the lowest peak; None if there is none.
+
+    Of equal peaks the chain counts that leaves the fewest bytes whole.
+    """
+    found: list[tuple[int, int, Slice]] = []
+    for chain in find_chains(trace, facts, seed, parts):
+        with suppress(ValueError, BrokenTrace):
+            sliced = unroll(trace, chain, unit).trace
+            check(sliced)
+            kept = returned_values(trace, chain.rule)
+            saved = sum(trace.op[name].nbytes for name in chain.rule if name not in kept)
+            found.append((predict(sliced, machine).peak, -saved, chain))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def of_captured(facts: Facts, captured: Trace, trace: Trace) -> Facts:
     """Return the facts of the ops that are as captured: slices give names of captured ops to others."""
 
     def known(name: str) -> RowFacts:
@@ -85,7 +103,7 @@ def _alike(known: Sliced, best: Sliced, seed: str, facts: Facts, unit: int) -> S
     for other in others:
         if other in chosen.rule or other not in best.trace.op:
             continue
-        for chain in find_chains(best.trace, _of_captured(facts, known.trace, best.trace), other, chosen.parts):
+        for chain in find_chains(best.trace, of_captured(facts, known.trace, best.trace), other, chosen.parts):
             if (chain.reruns, [(best.trace.op[name].fn, rule) for name, rule in chain.rules]) == (chosen.reruns, form):
                 trace = unroll(best.trace, chain, unit).trace
                 check(trace)
