@@ -30,6 +30,7 @@ from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..graph.op_descriptions import describe
+from ..guards.refused_collectives import refuse_collective
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
 from .floats.float_inputs import with_values
@@ -105,6 +106,7 @@ class ConstantFakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        refuse_collective(func)
         kwargs = kwargs or {}
         if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..graph.provenance import PATH
+from ..guards.refused_collectives import RefusedCollectiveError
 from ..system.frames import module_running
 from .recorder import Around, NotOpaqueError, Recorder
 
@@ -40,7 +41,7 @@ class OpaqueParts:
 
         A submodule that can't be opaque is replaced by the one around it.
         """
-        if self.wanted is False:
+        if self.wanted is False or isinstance(error, RefusedCollectiveError):
             raise error
         if isinstance(error, NotOpaqueError) and error.module in self._alike:
             self._forget(error.module)

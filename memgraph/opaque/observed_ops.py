@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..graph.nodes import written_arguments
+from ..guards.refused_collectives import refuse_collective
 from .live_bytes import LiveBytes
 
 Made = tuple[Any, int]  # an op, and the bytes that it made
@@ -67,6 +68,7 @@ class ObservedOps(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_collective(func)
         kwargs = kwargs or {}
         for tensor in tree_leaves(written_arguments(func, args, kwargs)):
             if is_dense(tensor):

@@ -24,6 +24,7 @@ from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
+from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
@@ -117,6 +118,8 @@ class Recorder:
         path, reason = self.reasons[module]
         try:
             return self._recorded(module, path, reason, args, kwargs)
+        except RefusedCollectiveError:
+            raise
         except (CaptureError, GuardFailed) as error:
             raise NotOpaqueError(path, module, error) from error
 
