@@ -82,7 +82,7 @@ class LiveBytes:
 
 
 class _Saved(NamedTuple):
-    """What is kept of a tensor that autograd saves: all but its numbers."""
+    """A tensor that autograd saves, without its numbers."""
 
     dtype: torch.dtype
     shape: torch.Size

@@ -48,6 +48,7 @@ class Call:
         outputs: selects the outputs that backward starts from.
         general: captures it with floats as inputs or with symbols for lengths, if they can be, or knows its capture.
         opaque: submodules that run as they are, as in `CompileOptions`.
+        preferred: submodules that run as they are if they can.
     """
 
     module: nn.Module
@@ -56,6 +57,7 @@ class Call:
     outputs: OutputSelector
     general: CallCapture | None = None
     opaque: bool | Sequence[str] = False
+    preferred: Sequence[str] = ()
 
     @property
     def nearby(self) -> Trace | None:
@@ -130,6 +132,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
             captured = _general(call) or capture(
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
                 measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
+                preferred=call.preferred,
             )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):
