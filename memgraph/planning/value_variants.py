@@ -29,7 +29,7 @@ class ValueVariants:
         self._known: OrderedDict[Hashable, list[Answers]] = OrderedDict()
         self._guards: dict[Hashable, tuple[ValueGuard, ...]] = {}  # of the latest capture
         self._asked: dict[Hashable, list[ValueGuard]] = {}  # those that differ, once there are many captures
-        self._traced = set[Hashable]()  # calls of which no part runs as it is
+        self._traced = set[Hashable]()  # calls whose submodules are all traced
         self._has_warned = False
 
     def latest(self, call: Key) -> Key:
