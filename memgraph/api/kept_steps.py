@@ -15,8 +15,11 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from passes import BudgetError
+
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
+from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
@@ -27,7 +30,7 @@ from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
 from ..planning.lengths.size_keys import SizeKeys
 from ..planning.planner import Planner
-from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
+from ..planning.value_variants import MANY, ValueVariants, is_new, refuse_unstable
 from ..report.tables import mb
 from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
@@ -103,7 +106,7 @@ class KeptSteps:
                 call, key = self._without_changed_attributes(captured, call, key)
                 call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
                 key, floats = self._floats.add(call, key, new, steps)
-                if warning := self.variants.warning(key, new.parts.captured.guards):
+                if warning := self.variants.warning(key, [part.path for part in captured.opaque]):
                     warn_user(warning)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
@@ -133,6 +136,8 @@ class KeptSteps:
         traces = earlier is None and self.planner.keeps_captures
         known = self.sizes.captured((guard, outputs), self._kept_steps()) if traces else None
         capture = self._general_capture(key) if traces and known is None else None
+        if traces and (preferred := self._preferred_step(args, kwargs, key)) is not None:
+            return preferred
         step = self.planner.step(args, kwargs, outputs, earlier, known or capture)
         if capture is not None and self._is_general(key, capture, step):
             self._kinds.forget(args, kwargs)
@@ -140,6 +145,20 @@ class KeptSteps:
             self._warn_of_kinds(args, kwargs)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
+        return step
+
+    def _preferred_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step | None:
+        """Return a step in which the submodules that ask for many values run as they are, if there is such a plan."""
+        preferred = self.variants.preferred(key) if self.planner.options.opaque is True else ()
+        if not preferred:
+            return None
+        try:
+            step = self.planner.step(args, kwargs, key[2], preferred=preferred)
+        except (CaptureError, BudgetError) as error:
+            LOG.info("%s can't run as they are from now on: %s", ", ".join(preferred), error)
+            self.variants.trace_all(key)
+            return None
+        LOG.info("%s run as they are from now on: %d sets of values differed", ", ".join(preferred), MANY)
         return step
 
     def _general_capture(self, key: Key) -> FloatCapture | SizeCapture | None:

@@ -43,13 +43,15 @@ def capture(
     sizes: SizeInputs | None = None,
     measure: Measure = _unmeasured,
     opaque: bool | Sequence[str] = False,
+    preferred: Sequence[str] = (),
 ) -> Captured:
     """Capture the step of `module(*args, **kwargs)`; nothing is changed.
 
     No real tensor is read, unless Python asks for the value of one. Then forward runs once, inside `measure`, and the
     graph has guards.
 
-    `opaque` submodules run as they are: those at these paths, and unless it is False, those that can't be traced.
+    `opaque` submodules run as they are: those at these paths, and unless it is False, those that can't be traced. So
+    do those at the paths `preferred`, where that is possible.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
@@ -62,7 +64,7 @@ def capture(
         ValuesNeeded: with `sizes`, Python asks for the value of a tensor.
     """
     request = Request(module, args, kwargs, grad, floats, sizes)
-    tracer = Tracer(request, measure, OpaqueParts(module, opaque, as_in_eager))
+    tracer = Tracer(request, measure, OpaqueParts(module, opaque, as_in_eager, preferred))
     try:
         captured = tracer.sure(wanted)
         share_literals(captured.graph)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -29,14 +30,19 @@ from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..graph.op_descriptions import describe
+from ..guards.refused_collectives import refuse_collective
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
 from .floats.float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
-from .values.questions import Answer
+from .values.questions import Answer, ValuesNeeded
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
+TRANSFORMERS_ATTENTION = "transformers.integrations.sdpa_attention"
+# Functions of it whose results have other bits without a mask, with the position of the mask: keys that several heads
+# share are repeated for a mask, and a bias of positions is combined with it.
+MASKED_WAYS = {"use_gqa_in_sdpa": 0, "create_position_bias_mask": 1}
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class ConstantFakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        refuse_collective(func)
         kwargs = kwargs or {}
         if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)
@@ -156,19 +163,41 @@ def _has_large_storage(tensor: Tensor) -> bool:
     return bool(tensor.storage_offset()) or tensor.untyped_storage().nbytes() != covered
 
 
-def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManager[Any]:
-    """Let transformers treat tensors with a constant value as real ones.
+@contextmanager
+def constant_transformers_checks(mode: ConstantFakeMode, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let transformers treat tensors with a constant value as real ones. `tensors` are those of the call.
 
-    For a fake tensor it builds a mask that eager does not, and the gradients differ in their last bits.
+    For a fake tensor it builds a mask, also where eager drops one that is all true. Most kernels give the same bits
+    with such a mask; where another way is taken without one, the values of the call are needed.
     """
-    module = sys.modules.get(TRANSFORMERS_CHECKS)
-    if not hasattr(module, "is_fake_tensor"):
-        return nullcontext()
+    checks, attention = sys.modules.get(TRANSFORMERS_CHECKS), sys.modules.get(TRANSFORMERS_ATTENTION)
+    has_values = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    is_unknown = False
 
     def is_fake_tensor(thing: Any) -> bool:
-        return isinstance(thing, FakeTensor) and mode.answers is None and mode.value(thing) is None
+        nonlocal is_unknown
+        if not isinstance(thing, FakeTensor) or mode.answers is not None or mode.value(thing) is not None:
+            return False
+        is_unknown = True
+        return True
 
-    return mock.patch.object(module, "is_fake_tensor", is_fake_tensor)
+    def asking(function: Any, place: int) -> Any:
+        @wraps(function)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            mask = args[place] if len(args) > place else kwargs.get("attention_mask")
+            if is_unknown and has_values and mask is not None:
+                raise ValuesNeeded("attention without a mask that is all true takes another way")
+            return function(*args, **kwargs)
+
+        return asked
+
+    with ExitStack() as stack:
+        if hasattr(checks, "is_fake_tensor"):
+            stack.enter_context(mock.patch.object(checks, "is_fake_tensor", is_fake_tensor))
+        for name, place in MASKED_WAYS.items():
+            if hasattr(attention, name):
+                stack.enter_context(mock.patch.object(attention, name, asking(getattr(attention, name), place)))
+        yield
 
 
 def _dependencies(node: fx.Node) -> list[fx.Node]:

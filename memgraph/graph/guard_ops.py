@@ -73,6 +73,12 @@ class ValueGuard:
     predicate: str = ""
 
     @property
+    def path(self) -> str:
+        """The submodule that asks; empty for the whole module, and for one that runs as it is."""
+        path = self.where.partition(" ")[0]
+        return "" if self.op == "opaque" or ":" in path else path
+
+    @property
     def assumption(self) -> str:
         """The assumption in words."""
         if self.predicate:

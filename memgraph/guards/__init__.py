@@ -3,5 +3,6 @@
 signature             the guard key of a call
 module_attributes     attributes that forward may read, as a key
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
+refused_collectives   collectives of the user's own in forward are refused
 module_proxy          a module that shares everything with another but its forward
 """

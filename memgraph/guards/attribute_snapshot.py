@@ -122,7 +122,8 @@ def stored_tensor_error(name: str) -> CaptureError:
     """Return the error for a tensor that forward stores on its module."""
     return CaptureError(
         f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
-        "as a buffer of its shape and dtype before the first step"
+        "as a buffer of its shape and dtype before the first step; if only the first call makes it, as a cache, run "
+        "the plain module once before it is compiled, with the longest input"
     )
 
 

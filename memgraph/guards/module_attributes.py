@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 import sys
 import types
 import weakref
@@ -29,7 +30,7 @@ CONSTANTS = (
 )  # fmt: skip
 OPAQUE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-    functools.partial, torch.Generator, torch.SymFloat,
+    functools.partial, random.Random, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

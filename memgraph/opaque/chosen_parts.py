@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..graph.provenance import PATH
+from ..guards.refused_collectives import RefusedCollectiveError
 from ..system.frames import module_running
 from .recorder import Around, NotOpaqueError, Recorder
 
@@ -22,25 +23,30 @@ from .recorder import Around, NotOpaqueError, Recorder
 class OpaqueParts:
     """The opaque submodules of one capture, and why they are."""
 
-    def __init__(self, module: nn.Module, wanted: bool | Sequence[str], as_in_eager: Around) -> None:
+    def __init__(
+        self, module: nn.Module, wanted: bool | Sequence[str], as_in_eager: Around, preferred: Sequence[str] = ()
+    ) -> None:
+        """`preferred` are opaque if they can be."""
         self.module, self.wanted, self.as_in_eager = module, wanted, as_in_eager
         self.recorder: Recorder | None = None
         self.reasons: dict[nn.Module, tuple[str, str]] = {}
         self._paths = {child: path for path, child in module.named_modules()}
         self._causes: dict[nn.Module, CaptureError] = {}
-        self._alike = set[nn.Module]()  # opaque because another one of their class is
+        self._alike = set[nn.Module]()  # opaque because another one of their class is, or preferred
         self._traced = set[nn.Module]()  # of these, those that can't be opaque
         for name in () if isinstance(wanted, bool) else wanted:
             # The module may be inside of one that adds the loss.
             path = next(path for path in self._paths.values() if path == name or path.endswith(f".{name}"))
             self._choose(module.get_submodule(path), CaptureError(f"opaque= has {name!r}"))
+        for path in preferred:
+            self._prefer(module.get_submodule(path), "it asks for values that differ from call to call")
 
     def add(self, error: CaptureError) -> None:
         """Make the submodule opaque that an error comes from; raise the error if there is none.
 
         A submodule that can't be opaque is replaced by the one around it.
         """
-        if self.wanted is False:
+        if self.wanted is False or isinstance(error, RefusedCollectiveError):
             raise error
         if isinstance(error, NotOpaqueError) and error.module in self._alike:
             self._forget(error.module)
@@ -94,11 +100,15 @@ class OpaqueParts:
         """Make submodules of the same class opaque as well: each trace finds only one, and layers are many."""
         if type(module).__module__.startswith("torch."):
             return
-        for other, path in self._paths.items():
-            near = any(other in chosen.modules() or chosen in other.modules() for chosen in self.reasons)
-            if type(other) is type(module) and not near and other not in self._traced:
-                self._alike.add(other)
-                self.reasons[other] = path, self.reasons[module][1]
+        for other in self._paths:
+            if type(other) is type(module):
+                self._prefer(other, self.reasons[module][1])
+
+    def _prefer(self, module: nn.Module, reason: str) -> None:
+        near = any(module in chosen.modules() or chosen in module.modules() for chosen in self.reasons)
+        if not near and module not in self._traced:
+            self._alike.add(module)
+            self.reasons[module] = self._paths[module], reason
 
     def _forget(self, module: nn.Module) -> None:
         """Trace a submodule that was opaque because of its class."""

@@ -17,6 +17,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..system.own_generators import OwnStates, own_generators
 from ..system.python_random import PythonRandom
 
 # A step runs its graph below these.
@@ -83,18 +84,20 @@ class PythonState:
     attributes: AttributeSnapshot
     generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors
     python: PythonRandom
+    own: OwnStates  # of `random` and numpy
 
     @classmethod
     def of(cls, module: nn.Module, tensors: Sequence[Tensor]) -> PythonState:
         """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
         states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
-        return cls(AttributeSnapshot(module), states, PythonRandom())
+        return cls(AttributeSnapshot(module), states, PythonRandom(), OwnStates(own_generators(module)))
 
     def restore(self) -> None:
         """Set all back to this state."""
         self.attributes.restore()
         self.restore_generators()
         self.python.restore()
+        self.own.restore()
 
     def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
         """Set torch's generators back to this state, but those in `drawn`, unless they have another seed."""
@@ -118,11 +121,13 @@ class PythonState:
         now = PythonState.of(module, tensors)
         self.restore_generators()
         self.python.restore()
+        self.own.restore()
         try:
             yield
         finally:
             now.restore_generators()
             now.python.restore()
+            now.own.restore()
 
 
 def _generators(module: nn.Module, tensors: Sequence[Tensor]) -> list[torch.Generator]:

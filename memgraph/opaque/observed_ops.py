@@ -1,7 +1,7 @@
 """Observe the ops of a part while it runs: the bytes that they make, and what they write to.
 
-    with ObservedOps([x], limit=1024) as ops:
-        y = x * 2        ->   ops.nbytes == y.nbytes
+    with ObservedOps([x]) as ops:
+        y = x * 2        ->   ops.live.peak == y.nbytes, ops.made == [(aten.mul.Tensor, y.nbytes)]
         x.add_(1)        ->   WriteError, before x is changed
 
 How much memory a part takes may depend on values. What its ops make in forward is known before backward begins.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,10 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..graph.nodes import written_arguments
+from ..guards.refused_collectives import refuse_collective
+from .live_bytes import LiveBytes
+
+Made = tuple[Any, int]  # an op, and the bytes that it made
+# Ops with this tag that ask for values only where an index is a mask.
+INDEXING = (torch.ops.aten.index.Tensor,)
 
 
 class TooManyBytesError(Exception):
-    """Ops have made more bytes than the limit."""
+    """More bytes are alive at once than the limit, or would be in backward."""
 
 
 class WriteError(Exception):
@@ -38,28 +44,48 @@ class WriteError(Exception):
 
 
 class ObservedOps(TorchDispatchMode):
-    """Adds up the bytes of what ops return, views left out.
+    """Counts the bytes of what ops return, views left out, as long as it lives.
 
     Of `tensors`, ops may write to those at the positions `writable`. `written` are the positions of what they wrote to.
+    `kept` counts as well what autograd would keep, `asks` is True once an op's result depends on values in its form.
+    Peaks below `limits`, of `live` and of `kept`, are not looked for.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], writable: Iterable[int] = (), limit: float = math.inf) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], writable: Iterable[int] = (), limits: tuple[float, float] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.limit, self.nbytes, self.written = limit, 0, set[int]()
+        self.limits = limits or (math.inf, math.inf)
+        self.live, self.kept = (LiveBytes(tensors, least) for least in limits or (0, 0))
+        self.made, self.written, self.asks = list[Made](), set[int](), False
         self._writable = frozenset(writable)
         self._places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
 
+    def makes_no_more(self, made: Sequence[Made]) -> bool:
+        """Return True if these ops have run, and each has made these bytes or fewer."""
+        return len(made) == len(self.made) and all(
+            op is other and nbytes <= most for (op, nbytes), (other, most) in zip(self.made, made, strict=True)
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_collective(func)
         kwargs = kwargs or {}
         for tensor in tree_leaves(written_arguments(func, args, kwargs)):
-            if _is_dense(tensor):
+            if is_dense(tensor):
                 self._write(tensor)
         result = func(*args, **kwargs)
+        self.asks = self.asks or _asks(func, args)
         if not func.is_view:
-            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(result) if _is_dense(leaf))
-            if self.nbytes > self.limit:
-                raise TooManyBytesError
+            self._count(func, [leaf for leaf in tree_leaves(result) if is_dense(leaf)])
         return result
+
+    def _count(self, func: Any, results: Sequence[Tensor]) -> None:
+        self.made.append((func, sum(result.nbytes for result in results)))
+        for result in results:
+            self.live.add(result)
+            self.kept.add(result)
+        if self.live.peak > self.limits[0] or self.kept.peak > self.limits[1]:
+            raise TooManyBytesError
 
     def _write(self, tensor: Tensor) -> None:
         place = self._places.get(_storage(tensor))
@@ -69,10 +95,18 @@ class ObservedOps(TorchDispatchMode):
             self.written.add(place)
 
 
-def _is_dense(leaf: object) -> bool:
+def is_dense(leaf: object) -> TypeGuard[Tensor]:
     """Return True for a tensor with one storage; the parts of a sparse one are results of other ops."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _asks(func: Any, args: Sequence[Any]) -> bool:
+    tags = func.tags
+    if torch.Tag.data_dependent_output not in tags and torch.Tag.dynamic_output_shape not in tags:
+        return False
+    masks = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8))
+    return func not in INDEXING or any(True for _ in masks)

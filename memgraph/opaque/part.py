@@ -9,16 +9,17 @@ Parameters and buffers of the submodule are inputs, so that they can be offloade
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
@@ -27,14 +28,17 @@ from ..graph.result_layout import Layout, empty, layout
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
-from .observed_ops import ObservedOps, TooManyBytesError, WriteError
+from .live_bytes import SavedTensors
+from .observed_ops import Made, ObservedOps, TooManyBytesError, WriteError
 from .results import Results
-from .run import accumulated_once, on_tensors, run
+from .run import Ran, accumulated_once, on_tensors, run
+from .simulated_backward import backward_peak
 
+TangentsKey = tuple[Layout | None, ...]
 NOT_MEASURED = MeasuredCost(0.0, 0)
 _running = threading.RLock()  # a submodule's parameters are replaced while it runs
-HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
-_headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+HEADROOM = 1.25  # of the workspace of a part that asks for values, or has once taken more than before
+_varied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +49,33 @@ class _Run:
     seeds: tuple[int, ...]
     sums: tuple[float, ...]
 
+    @contextmanager
+    def drawing_again(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Draw in a block as forward has."""
+        with self.before.generators_in_place(module, tensors), entropy_seeds(self.seeds):
+            yield
+
 
 class Backward(NamedTuple):
-    """One kind of backward: the positions of the inputs that get a gradient, its layouts, and the cost."""
+    """One kind of backward: the positions of the inputs that get a gradient, its layouts, and the cost.
+
+    `most` bytes that ops return may be alive at once, gradients included; None if that can't be known before.
+    """
 
     places: tuple[int, ...]
     layouts: tuple[Layout, ...]
     cost: MeasuredCost
+    most: float | None = None
 
 
 @dataclass(eq=False)
 class OpaquePart:
     """A call of a submodule that runs as it is.
 
-    `most_nbytes` bounds what the ops of forward may make. `changes` are the attributes that it changes. `backwards` are
-    known by `tangents_key`. Inputs at the positions `single` get another gradient before this part's, so that only one
-    may be added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
+    `made` is what each op of the recorded forward made, and `most_live` how many bytes may be alive at once, results
+    included. `varies` if the bytes depend on values. `changes` are the attributes that it changes. `backwards` are by
+    `tangents_key`. Inputs at the positions `single` get another gradient before this part's, so that only one may be
+    added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
     """
 
     path: str
@@ -69,13 +84,15 @@ class OpaquePart:
     inputs: Inputs
     expected: Results
     modes: Modes
-    most_nbytes: float
+    made: tuple[Made, ...]
+    most_live: float
+    varies: bool
     written_layouts: tuple[Layout, ...]
     forward_cost: MeasuredCost = NOT_MEASURED
     changes: tuple[str, ...] = ()
     guard: int = 0
     single: set[int] = field(default_factory=set)
-    backwards: dict[object, Backward] = field(default_factory=dict)
+    backwards: dict[TangentsKey, Backward] = field(default_factory=dict)
 
     @property
     def results(self) -> tuple[Layout, ...]:
@@ -103,7 +120,7 @@ class OpaquePart:
 
     def cost(self, target: OpOverload) -> MeasuredCost:
         if target is FORWARD:
-            return self.forward_cost
+            return MeasuredCost(self.forward_cost.us, self.nbytes if self.varies else self.forward_cost.workspace)
         costs = [backward.cost for backward in self.backwards.values()]
         return MeasuredCost(max(cost.us for cost in costs), max(cost.workspace for cost in costs))
 
@@ -124,17 +141,19 @@ class OpaquePart:
 
     def _forward(self, tensors: Sequence[Tensor], before: PythonState, known: Sequence[int]) -> list[Tensor]:
         leaves = as_leaves(self.inputs, tensors)
-        observed = ObservedOps(leaves, self.inputs.written, self.most_nbytes)
+        observed = ObservedOps(leaves, self.inputs.written, self._limits)
+        saved = SavedTensors(observed.kept)
         try:
-            with eager_modes(self.modes), saved_tensors_hooks(drop, refuse_backward), entropy_seeds(known) as seeds:
+            with eager_modes(self.modes), saved.replaced(), entropy_seeds(known) as seeds:
                 ran = run(self.module, self.inputs, leaves, observed)
+            if ran.results.form != self.expected.form or self._is_used_again(ran.results):
+                raise self._changed(ran.results.form)
+            self._refuse_larger_backward(ran, leaves, observed, saved)
         except TooManyBytesError as error:
-            _headroom[self.module] = HEADROOM
+            _varied.add(self.module)
             raise self._changed() from error
         except WriteError as error:
             raise self._changed() from error
-        if ran.results.form != self.expected.form or self._is_used_again(ran.results):
-            raise self._changed(ran.results.form)
         outputs = [strided(x, form) for x, form in zip(ran.outputs, self.expected.layouts, strict=True)]
         ticket = tensors[0].new_empty(0)
         ticket.memgraph_run = _Run(  # type: ignore[attr-defined]
@@ -142,6 +161,55 @@ class OpaquePart:
         )
         new = zip(self.inputs.written, self.written_layouts, strict=True)
         return [*outputs, *(strided(ran.written[place], form) for place, form in new), ticket]
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """Bytes that may be alive in forward, results included, and in backward, if that is known."""
+        live, known = self.most_live, [x for x in self.backwards.values() if x.most is not None]
+        if self.varies and known:  # planned for the larger of both
+            beyond_gradients = max((x.most or 0) - nbytes_of(x.layouts) for x in known)
+            live = max(live, nbytes_of(self.expected.layouts) + beyond_gradients)
+        return live, min((x.most or 0 for x in known), default=math.inf)
+
+    def _refuse_larger_backward(
+        self, ran: Ran, leaves: Sequence[Tensor], observed: ObservedOps, saved: SavedTensors
+    ) -> None:
+        """
+        Raises:
+            TooManyBytesError: backward would take more than was planned, or that can't be known.
+        """
+        if observed.makes_no_more(self.made):
+            return
+        if not self.varies:  # so it has no headroom for what kernels take
+            raise TooManyBytesError
+        kinds = sorted(self.backwards.items(), key=lambda item: item[1].most or 0)
+        for number, (kind, known) in enumerate(kinds, 1):
+            is_last = number == len(kinds)
+            peak = self._backward_peak(ran, leaves, kind, observed, saved, is_last) if known.most is not None else None
+            if peak is None or known.most is None or peak > known.most:
+                raise TooManyBytesError
+
+    def backward_peak(self, tensors: Sequence[Tensor], kind: TangentsKey, ticket: Tensor) -> float | None:
+        """Run forward again, and return the peak of a backward on fake tensors; None if that can't be known."""
+        state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
+        leaves = as_leaves(self.inputs, tensors)
+        observed = ObservedOps(leaves, self.inputs.written)
+        saved = SavedTensors(observed.kept)
+        with _running, eager_modes(self.modes), state.before.attributes_in_place(self.module):
+            with state.drawing_again(self.module, tensors), saved.replaced():
+                ran = run(self.module, self.inputs, leaves, observed)
+            return self._backward_peak(ran, leaves, kind, observed, saved)
+
+    def _backward_peak(
+        self, ran: Ran, leaves: Sequence[Tensor], kind: TangentsKey, observed: ObservedOps, saved: SavedTensors,
+        is_last: bool = True,
+    ) -> float | None:  # fmt: skip
+        trained = [leaves[place] for place in sorted(self.inputs.trained)]
+        after = PythonState.of(self.module, leaves)  # a hook may run
+        try:
+            return backward_peak(ran.outputs, trained, kind, self.modes, observed.kept, saved, is_last=is_last)
+        finally:
+            after.restore()
 
     def _is_used_again(self, results: Results) -> bool:
         return any(results.counts.get(place, 0) > 1 for place in self.single)
@@ -166,7 +234,7 @@ class OpaquePart:
         state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
         leaves = as_leaves(self.inputs, tensors)
         with _running, eager_modes(self.modes), state.before.attributes_in_place(self.module):
-            with state.before.generators_in_place(self.module, tensors), entropy_seeds(state.seeds):
+            with state.drawing_again(self.module, tensors):
                 ran = run(self.module, self.inputs, leaves)
             if not _same_numbers(state.sums, _sums([output.detach() for output in ran.outputs])):
                 raise OpaqueError(
@@ -202,12 +270,17 @@ class OpaquePart:
         return GuardFailed(self.guard, (form,))
 
 
-def headroom_of(module: nn.Module) -> float:
-    """Return how many times the bytes of a recorded call later ones may take."""
-    return _headroom.get(module, 1.0)
+def has_varied(module: nn.Module) -> bool:
+    """Return True if a submodule has once taken more than was planned."""
+    return module in _varied
 
 
-def tangents_key(tangents: Sequence[Tensor | None]) -> object:
+def nbytes_of(layouts: Sequence[Layout]) -> int:
+    """Return the bytes of dense tensors."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in layouts)
+
+
+def tangents_key(tangents: Sequence[Tensor | None]) -> TangentsKey:
     """Return what the layouts of gradients depend on: which results get a tangent, and its strides."""
     return tuple(layout(tangent) if tangent is not None else None for tangent in tangents)
 
@@ -229,15 +302,3 @@ def _sums(outputs: Sequence[Tensor]) -> tuple[float, ...]:
 
 def _same_numbers(first: Sequence[float], second: Sequence[float]) -> bool:
     return list(map(repr, first)) == list(map(repr, second))
-
-
-def drop(tensor: Tensor) -> None:
-    """Keep nothing of a tensor that autograd saves."""
-
-
-def refuse_backward(saved: None) -> NoReturn:
-    """
-    Raises:
-        CaptureError: backward asks for what was dropped.
-    """
-    raise CaptureError("forward computes gradients itself, and nothing is saved for them here")

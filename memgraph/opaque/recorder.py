@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
@@ -25,15 +24,17 @@ from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
+from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
 from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves, inputs_of
+from .live_bytes import SavedTensors
 from .module_calls import taken_calls
 from .observed_ops import ObservedOps, WriteError
-from .part import Backward, OpaquePart, drop, headroom_of, refuse_backward, tangents_key
+from .part import HEADROOM, Backward, OpaquePart, has_varied, nbytes_of, tangents_key
 from .run import Ran, run
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -91,7 +92,6 @@ class Recorder:
         part, device, key = recorded.part, recorded.tensors[0].device, tangents_key(tangents)
         if key in part.backwards:
             return part.backwards[key]
-        headroom = headroom_of(part.module)
         with _disable_current_modes(), saved_tensor_hooks(are_off=False), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
@@ -103,17 +103,23 @@ class Recorder:
                 del found
                 part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
                 _, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
+                before.restore()
+                peak = part.backward_peak(recorded.tensors, key, recorded.ticket)
             except CaptureError as error:
                 raise NotOpaqueError(part.path, part.module, error) from error
             finally:
                 before.restore()
-        part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(headroom * workspace)))
+        headroom = HEADROOM if part.varies else 1.0
+        most = None if peak is None else _with_headroom(peak, nbytes_of(layouts), headroom)
+        part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(headroom * workspace)), most)
         return part.backwards[key]
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, reason = self.reasons[module]
         try:
             return self._recorded(module, path, reason, args, kwargs)
+        except RefusedCollectiveError:
+            raise
         except (CaptureError, GuardFailed) as error:
             raise NotOpaqueError(path, module, error) from error
 
@@ -122,18 +128,23 @@ class Recorder:
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
         before, attached = PythonState.of(module, tensors), _attached(module)
-        modes, headroom = Modes.now(tensors[0].device), headroom_of(module)
-        with _disable_current_modes(), self.as_in_eager(), saved_tensors_hooks(drop, refuse_backward):
+        modes = Modes.now(tensors[0].device)
+        with _disable_current_modes(), self.as_in_eager():
             with entropy_seeds() as seeds:
-                first, nbytes, us = _first_run(module, inputs, tensors, modes)
-            written = tuple(sorted(first.written))
+                first, observed, us = _first_run(module, inputs, tensors, modes)
+            written, varies = tuple(sorted(first.written)), observed.asks or has_varied(module)
+            headroom = HEADROOM if varies else 1.0
+            results_nbytes = nbytes_of(first.results.layouts)
             part = OpaquePart(
-                path, module, reason, replace(inputs, written=written), first.results, modes, headroom * nbytes,
+                path, module, reason, replace(inputs, written=written), first.results, modes, tuple(observed.made),
+                _with_headroom(observed.live.peak, results_nbytes, headroom), varies,
                 tuple(layout(first.written[place]) for place in written),
             )  # fmt: skip
             before.restore()
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
             results, workspace = _measured(lambda: part.forward(kept, seeds), tensors[0].device)
+            if varies and not modes.grad:  # an op that makes too much is noticed once it has
+                workspace += max((nbytes for _, nbytes in observed.made), default=0)
             _refuse_other(results, [*first.outputs, *(first.written[place] for place in written)])
             before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
@@ -147,18 +158,25 @@ class Recorder:
         return part.expected.filled(first.outputs, tensors)
 
 
-def _first_run(module: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], modes: Modes) -> tuple[Ran, int, float]:
-    """Run a call on copies of its buffers, and return what it made and wrote, its bytes and its microseconds."""
+def _first_run(
+    module: nn.Module, inputs: Inputs, tensors: Sequence[Tensor], modes: Modes
+) -> tuple[Ran, ObservedOps, float]:
+    """Run a call on copies of its buffers, and return what it made and wrote, its ops and its microseconds."""
     buffers = {inputs.names[name] for name, _ in module.named_buffers(remove_duplicate=False)}
     leaves = as_leaves(replace(inputs, written=tuple(sorted(buffers))), tensors)
     observed = ObservedOps(leaves, buffers)
     try:
-        with eager_modes(modes):
+        with eager_modes(modes), SavedTensors(observed.kept).replaced():
             ran, us = timed_us(partial(run, module, inputs, leaves, observed), tensors[0].device)
     except WriteError as error:
         raise CaptureError(f"forward changes {inputs.label(error.place)} in place") from error
     written = {place: leaves[place].detach() for place in observed.written} | ran.written
-    return ran._replace(written=written), observed.nbytes, us
+    return ran._replace(written=written), observed, us
+
+
+def _with_headroom(peak: float, results: int, headroom: float) -> float:
+    """Return a peak with headroom on what is no result."""
+    return peak + (headroom - 1) * max(0, peak - results)
 
 
 def _measured(work: Callable[[], list[Tensor]], device: torch.device) -> tuple[list[Tensor], int]:

@@ -99,6 +99,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
             captured = _general(call) or capture(
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
                 measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
+                preferred=call.preferred,
             )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ class Planner:
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
-        earlier: EarlierCapture | None = None, general: CallCapture | None = None,
+        earlier: EarlierCapture | None = None, general: CallCapture | None = None, preferred: Sequence[str] = (),
     ) -> Step:  # fmt: skip
         """Return the step of a call, ready to run.
 
@@ -88,13 +88,14 @@ class Planner:
             earlier: a capture of the same call, whether it adds to gradients or not.
             general: captures the call with floats as inputs or with symbols for lengths, if they can be, or knows its
                 capture.
+            preferred: submodules that run as they are if they can.
 
         Raises:
             BudgetError: no plan fits the budget.
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        call = Call(self.module, args, kwargs, outputs, general, self.options.opaque)
+        call = Call(self.module, args, kwargs, outputs, general, self.options.opaque, preferred)
         with planning(self.target.device), Progress() as progress:
             planned = self._planned(call, progress, earlier)
             if isinstance(planned, Step):

@@ -109,8 +109,8 @@ class JointRanks(Ranks):
             found = failure or "this rank's values are those of the capture"
             raise AgreementError(
                 f"forward branches on values, and they differ between ranks ({found}): with a sharded optimizer all "
-                "ranks take the same branch, so reduce the value over the ranks before the branch; the step is undone "
-                f"on all ranks\n{error}"
+                "ranks take the same branch, so reduce the value over the ranks outside of the module, and give it the "
+                f"result, as collectives in forward can't be captured; the step is undone on all ranks\n{error}"
             ) from None
 
     def _begin_check(self, exchanged: str) -> Callable[[], None]:

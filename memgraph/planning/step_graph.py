@@ -48,6 +48,7 @@ class Call:
         outputs: selects the outputs that backward starts from.
         general: captures it with floats as inputs or with symbols for lengths, if they can be, or knows its capture.
         opaque: submodules that run as they are, as in `CompileOptions`.
+        preferred: submodules that run as they are if they can.
     """
 
     module: nn.Module
@@ -56,6 +57,7 @@ class Call:
     outputs: OutputSelector
     general: CallCapture | None = None
     opaque: bool | Sequence[str] = False
+    preferred: Sequence[str] = ()
 
     @property
     def nearby(self) -> Trace | None:

@@ -2,13 +2,13 @@
 
     step for [True] fails with [False]   ->   the step for [False], if there is one, or a new capture
 
-The latest set that held is tried first.
+The latest set that held is tried first. After eight sets, the submodules that ask for the values run as they are.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from ..errors import CaptureError
@@ -27,6 +27,9 @@ class ValueVariants:
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, list[Answers]] = OrderedDict()
+        self._guards: dict[Hashable, tuple[ValueGuard, ...]] = {}  # of the latest capture
+        self._asked: dict[Hashable, list[ValueGuard]] = {}  # those that differ, once there are many captures
+        self._traced = set[Hashable]()  # calls whose submodules are all traced
         self._has_warned = False
 
     def latest(self, call: Key) -> Key:
@@ -47,6 +50,7 @@ class ValueVariants:
         """Note the answers on which a step rests, and return its key."""
         key = with_answers(key, answers := _answers(guards))
         if answers:
+            self._guards[_kind(key)] = tuple(guards)
             self.note_use(key, guards)
         return key
 
@@ -62,29 +66,66 @@ class ValueVariants:
         known.insert(0, answers)
         self._known.move_to_end(_kind(key))
         while len(self._known) > CALLS:
-            self._known.popitem(last=False)
+            kind, _ = self._known.popitem(last=False)
+            for remembered in (self._guards, self._asked):
+                remembered.pop(kind, None)
 
-    def warning(self, call: Key, guards: Sequence[ValueGuard]) -> str:
-        """Return a warning, once, if a call was captured for many sets of values; empty otherwise."""
-        known = self._known.get(_kind(call), ())
+    def preferred(self, key: Key) -> tuple[str, ...]:
+        """Return the submodules that had better run as they are in a new capture: those that ask for many values."""
+        kind = _kind(key)
+        if not is_new(key) or kind in self._traced or len(self._known.get(kind, ())) < MANY:
+            return ()
+        return paths_of(self._differing(kind))
+
+    def trace_all(self, key: Key) -> None:
+        """Prefer no submodule any more: with those that run as they are no plan fits."""
+        self._traced.add(_kind(key))
+
+    def warning(self, key: Key, opaque: Collection[str]) -> str:
+        """Return a warning, once, if a call was captured for many sets of values; empty otherwise.
+
+        The submodules `opaque` run as they are now.
+        """
+        known = self._known.get(_kind(key), ())
         if self._has_warned or len(known) <= MANY:
             return ""
         self._has_warned = True
-        differing = [
-            guard for guard in guards if guard.number < min(map(len, known)) and _differ(known, guard.number)
-        ] or list(guards[-1:])
+        differing = self._differing(_kind(key))
         lines = "; ".join(f"{guard.where}: {guard.assumption}" for guard in differing[:3])
-        return (
-            f"{len(known)} graphs were captured of calls that differ in values only, on which forward branches: "
-            f"{lines}; each new value is captured and planned: compute with torch.where or a mask instead, or do this "
-            "outside of the module"
-        )
+        begin = f"{len(known)} graphs were captured of calls that differ in values only, on which forward branches: "
+        begin, again = f"{begin}{lines}", "each new value is captured and planned"
+        advice = "compute with torch.where or a mask instead, or do this outside of the module"
+        paths = paths_of(differing)
+        if not paths:
+            return f"{begin}; {again}: {advice}"
+        if set(paths) <= set(opaque):
+            return f"{begin}; from now on {_listed(paths)} in one op, as opaque={list(paths)} asks for at once"
+        return f"{begin}; {again}: with opaque={list(paths)} {_listed(paths)} in one op; or {advice}"
+
+    def _differing(self, kind: Hashable) -> list[ValueGuard]:
+        """Return the guards of a capture whose values differ between captures; the last one if none does."""
+        if kind not in self._asked:
+            known, guards = self._known.get(kind, ()), self._guards.get(kind, ())
+            shared = min(map(len, known), default=0)
+            differing = [guard for guard in guards if guard.number < shared and _differ(known, guard.number)]
+            self._asked[kind] = differing or list(guards[-1:])
+        return self._asked[kind]
 
 
 def with_answers(key: Key, answers: Answers) -> Key:
     """Return the key of the step that was captured with these answers."""
     (guard, (optimizer, _)), *rest = key
     return ((guard, (optimizer, answers)), *rest)
+
+
+def paths_of(guards: Sequence[ValueGuard]) -> tuple[str, ...]:
+    """Return the submodules that ask for the values of these guards; those alone that are inside of no other."""
+    paths = dict.fromkeys(guard.path for guard in guards if guard.path)
+    return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return f"{paths[0]} runs as it is," if len(paths) == 1 else f"{', '.join(paths)} run as they are, each"
 
 
 def is_new(key: Key) -> bool:

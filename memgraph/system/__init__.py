@@ -9,6 +9,7 @@ timer                time a function
 locks                planning and capture by one thread at a time
 planning_process     all that planning does to the process, and its end
 python_random        states of the generators of `random` and numpy
+own_generators       generators of `random` and numpy that a module has for itself
 signals              delay Ctrl-C until the state is consistent
 frames               the line of the user's code behind an exception
 user_warning         warn at the user's own line

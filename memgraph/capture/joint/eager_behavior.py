@@ -31,6 +31,6 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
         eager_value_decompositions(),
         eager_casts(),
         readable_lengths(),
-        constant_transformers_checks(mode),
+        constant_transformers_checks(mode, call.tensors),
     ):
         yield before

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...graph.guard_ops import SIZED, Scalars
 from ...graph.nodes import aten
 from ...graph.provenance import user_line
+from ...guards.refused_collectives import refuse_collective
 
 READS = aten._local_scalar_dense.default
 MASKS = (torch.bool, torch.uint8)
@@ -60,6 +61,7 @@ class ValueMode(TorchDispatchMode):
     supports_higher_order_operators = True  # they are passed on, and refused below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_collective(func)
         args, kwargs = self.arguments(func, args, kwargs or {})
         if func is READS:
             return self.values(args[0])[0]

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ...graph.guard_ops import Scalars, sizes_of, strides_of, values_of
 from ...graph.nodes import written_arguments
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...system.own_generators import OwnStates, own_generators
 from ...system.python_random import restoring_python_random
 from ..call import Call
 from ..python_state.draw_in_graph import drawing_for_real
@@ -51,6 +52,7 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     Raises whatever forward raises.
     """
     mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
+    own = OwnStates(own_generators(call.module))
     with (
         restoring_python_random(),
         drawing_for_real(),
@@ -68,6 +70,7 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
             nbytes = measure(lambda: call.run(call.tensors))
         finally:
             torch.clear_autocast_cache()
+            own.restore()
     return ValueRun(tuple(mode.answers), nbytes)
 
 

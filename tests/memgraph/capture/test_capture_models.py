@@ -37,6 +37,18 @@ def test_a_language_model_under_a_padding_mask() -> None:
     assert captured.tangents == (0,) and len(captured.differentiable) > 1
 
 
+def test_a_padding_mask_without_padding_takes_the_way_that_eager_takes() -> None:
+    ids = torch.randint(1, 32, (4, 24), generator=torch.Generator().manual_seed(0))
+    model = nets.llama(**{**SMALL, "hidden_size": 32, "num_attention_heads": 4}, num_key_value_heads=2)
+    captured = agrees(model, input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, wanted=select_losses)
+    assert captured.guards
+    agrees(MODELS["t5"](), input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, context=bfloat16)
+
+
+def bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 def test_a_vision_model() -> None:
     agrees(
         nets.vit(**SMALL, image_size=8, patch_size=4, num_labels=3),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_counted import children
+from tests.support import counted_experts
 from tests.support.allocator_meter import compiler
 from tests.support.counted_steps import STEPS, Counted
 
@@ -27,3 +28,10 @@ def test_every_step_with_parts_is_within_its_budget(tmp_path: Path, options: tup
         assert row.counted <= row.forecast <= row.budget
         assert row.measured is not None
         assert row.measured >= row.counted
+
+
+def test_every_step_is_within_its_forecast_however_rows_are_routed(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in children(tmp_path, of="tests.support.counted_experts")]
+    assert len(rows) == counted_experts.STEPS > 60
+    assert len({row["counted"] for row in rows}) > 20
+    assert not [row for row in rows if not row["counted"] <= row["forecast"] <= row["budget"]]
