@@ -31,7 +31,6 @@ from ..planning.float_keys import FloatKeys
 from ..planning.lengths.size_keys import SizeKeys
 from ..planning.planner import Planner
 from ..planning.value_variants import MANY, ValueVariants, is_new, refuse_unstable
-from ..report.tables import mb
 from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
@@ -143,8 +142,8 @@ class KeptSteps:
             self._kinds.forget(args, kwargs)
         elif capture is not None or (known is None and not is_new(key)):
             self._warn_of_kinds(args, kwargs)
-        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
-        LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
+        seconds, megabytes, overhead = step.report.planned_us / 1e6, step.report.peak / 1e6, 100 * step.report.longer
+        LOG.info("planned in %.1f s: %.1f MB, step %+.1f %%", seconds, megabytes, overhead)
         return step
 
     def _preferred_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step | None:
