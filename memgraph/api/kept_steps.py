@@ -15,11 +15,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from passes import BudgetError
-
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
-from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
@@ -151,10 +148,8 @@ class KeptSteps:
         preferred = self.variants.preferred(key) if self.planner.options.opaque is True else ()
         if not preferred:
             return None
-        try:
-            step = self.planner.step(args, kwargs, key[2], preferred=preferred)
-        except (CaptureError, BudgetError) as error:
-            LOG.info("%s can't run as they are from now on: %s", ", ".join(preferred), error)
+        step = self.planner.preferred_step(args, kwargs, key[2], preferred)
+        if step is None:
             self.variants.trace_all(key)
             return None
         LOG.info("%s run as they are from now on: %d sets of values differed", ", ".join(preferred), MANY)

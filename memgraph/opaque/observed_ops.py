@@ -61,11 +61,13 @@ class ObservedOps(TorchDispatchMode):
         self._writable = frozenset(writable)
         self._places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
 
-    def makes_no_more(self, made: Sequence[Made]) -> bool:
-        """Return True if these ops have run, and each has made these bytes or fewer."""
-        return len(made) == len(self.made) and all(
-            op is other and nbytes <= most for (op, nbytes), (other, most) in zip(self.made, made, strict=True)
-        )
+    def excess(self, made: Sequence[Made]) -> float:
+        """Return the bytes by which ops have made more than each of these; infinite if other ops have run."""
+        if len(made) != len(self.made) or any(
+            op is not other for (op, _), (other, _) in zip(self.made, made, strict=True)
+        ):
+            return math.inf
+        return sum(max(0, nbytes - known) for (_, nbytes), (_, known) in zip(self.made, made, strict=True))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_collective(func)

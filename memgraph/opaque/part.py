@@ -59,13 +59,15 @@ class _Run:
 class Backward(NamedTuple):
     """One kind of backward: the positions of the inputs that get a gradient, its layouts, and the cost.
 
-    `most` bytes that ops return may be alive at once, gradients included; None if that can't be known before.
+    `most` bytes that ops return may be alive at once, gradients included; None if that can't be known before. Of these,
+    `headroom` were not alive when it was recorded.
     """
 
     places: tuple[int, ...]
     layouts: tuple[Layout, ...]
     cost: MeasuredCost
     most: float | None = None
+    headroom: float = 0.0
 
 
 @dataclass(eq=False)
@@ -178,10 +180,14 @@ class OpaquePart:
         Raises:
             TooManyBytesError: backward would take more than was planned, or that can't be known.
         """
-        if observed.makes_no_more(self.made):
+        excess = observed.excess(self.made)
+        if not excess:
             return
         if not self.varies:  # so it has no headroom for what kernels take
             raise TooManyBytesError
+        # In backward there is a gradient of each tensor at most, beside what is kept of it.
+        if all(known.most is not None and 2 * excess <= known.headroom for known in self.backwards.values()):
+            return
         kinds = sorted(self.backwards.items(), key=lambda item: item[1].most or 0)
         for number, (kind, known) in enumerate(kinds, 1):
             is_last = number == len(kinds)

@@ -111,7 +111,8 @@ class Recorder:
                 before.restore()
         headroom = HEADROOM if part.varies else 1.0
         most = None if peak is None else _with_headroom(peak, nbytes_of(layouts), headroom)
-        part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(headroom * workspace)), most)
+        cost = MeasuredCost(us, int(headroom * workspace))
+        part.backwards[key] = Backward(places, layouts, cost, most, (most or 0) - (peak or 0))
         return part.backwards[key]
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

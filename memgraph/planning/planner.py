@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
 
-from ..errors import PlanError
+from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
 from ..system.planning_process import planning
@@ -34,6 +35,7 @@ from .search import PlanSearch
 from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
+LOG = logging.getLogger(__name__)
 Replan = Callable[[], "Step | OtherOutputsDropped"]
 
 
@@ -104,6 +106,16 @@ class Planner:
             step = self._planned(planned.call, progress)
             assert isinstance(step, Step)  # there are no fewer outputs than scalars
             return step.without_other_outputs(planned.needed_nbytes)
+
+    def preferred_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, preferred: Sequence[str]
+    ) -> Step | None:
+        """Return a step in which these submodules run as they are; None if there is no plan of one."""
+        try:
+            return self.step(args, kwargs, outputs, preferred=preferred)
+        except (CaptureError, BudgetError) as error:
+            LOG.info("%s can't run as they are from now on: %s", ", ".join(preferred), error)
+            return None
 
     def _planned(
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
