@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes import Op
@@ -26,6 +27,7 @@ from .slice_ops import SCALE
 # Arguments that are sizes of the result.
 SIZES = {**dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)}
 SIZES |= {aten.slice_backward.default: 1, aten.zeros.default: 0, aten.full.default: 0}
+WIDE = torch.float32  # in which parts of sums in half precision are added up
 WRITERS = {
     parts.WRITE: aten.copy_.default,
     parts.ADD: aten.add_.Tensor,
@@ -87,9 +89,18 @@ class _Writer:
             return self._shared(self._call(op, SCALE, *reads), value)
         if op.fn == parts.ALL and op.name == source.name:
             return self._shared(self._call(op, aten.alias.default, *reads), value)
+        if op.fn == parts.CAST and op.name.endswith(("__sum", "__parts")) and op.reads != self._reads(source):
+            node = self._call(
+                op, aten._to_copy.default, *reads, dtype=WIDE if op.name.endswith("__sum") else value.dtype
+            )
+            return self._shared(node, value) if op.name.endswith("__parts") else node
         if op.fn in WRITERS:
             return self._call(op, WRITERS[op.fn], *reads)
         return self._part(op, source, reads)
+
+    @staticmethod
+    def _reads(source: fx.Node) -> tuple[str, ...]:
+        return tuple(read.name for read in source.all_input_nodes)
 
     def _part(self, op: Op, source: fx.Node, reads: list[fx.Node]) -> fx.Node:
         """Return a captured node that runs on the rows of a part."""
