@@ -236,17 +236,22 @@ def _linear(node: fx.Node) -> Linear:
     if target in BILINEAR:
         return tuple((each,) for each in tensors) if len(set(tensors)) == 2 else ((tensors[0],),) if len(tensors) == 1 else ()
     if target in ADDITIVE:
-        return (tuple(tensors),) if len(tensors) == 2 else ()
+        return _sums(node, tensors) if len(tensors) == 2 else ()
     if target in (aten.cat.default, aten.scatter_add.default, aten.scatter.src):
-        return (tuple(i for read, i in place.items() if read.meta["val"].is_floating_point()),)
+        return _sums(node, [i for read, i in place.items() if read.meta["val"].is_floating_point()])
     if target is aten.masked_fill.Scalar:
         return ((0,),) if arguments[2] == 0 else ()
     if target is aten.where.self:
-        chosen = tuple(place[read] for read in arguments[1:] if isinstance(read, fx.Node))
-        return (chosen, *(tuple(c for c in chosen if c != place[z]) for z in arguments[1:] if _is_zero(z)))
+        return _sums(node, [place[read] for read in arguments[1:] if isinstance(read, fx.Node)])
     schema = target._schema.arguments  # type: ignore[union-attr]
     is_gradient = bool(schema) and schema[0].name in ("grad", "grad_output")
     return ((0,),) if is_gradient and isinstance(arguments[0], fx.Node) else ()
+
+
+def _sums(node: fx.Node, terms: Sequence[int]) -> Linear:
+    """Return the groups of an op that is linear in all terms together: all of them, and those that are not zeros."""
+    others = tuple(term for term in terms if not _is_zero(node.all_input_nodes[term]))
+    return (tuple(terms), others) if others else (tuple(terms),)
 
 
 def _is_zero(value: object) -> bool:
