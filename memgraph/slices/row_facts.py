@@ -231,8 +231,11 @@ def _linear(node: fx.Node) -> Linear:
     target, arguments = node.target, node.args
     place = {read: i for i, read in enumerate(node.all_input_nodes)}
     tensors = [place[read] for read in arguments if isinstance(read, fx.Node)]
+    first = arguments[0] if arguments and isinstance(arguments[0], fx.Node) else None
+    if arguments.count(first) > 1:
+        first = None  # as in x / x
     if target in LINEAR:
-        return ((place[arguments[0]],),) if isinstance(arguments[0], fx.Node) else ()
+        return ((0,),) if first else ()
     if target in BILINEAR:
         return tuple((each,) for each in tensors) if len(set(tensors)) == 2 else ((tensors[0],),) if len(tensors) == 1 else ()
     if target in ADDITIVE:
@@ -245,7 +248,7 @@ def _linear(node: fx.Node) -> Linear:
         return _sums(node, [place[read] for read in arguments[1:] if isinstance(read, fx.Node)])
     schema = target._schema.arguments  # type: ignore[union-attr]
     is_gradient = bool(schema) and schema[0].name in ("grad", "grad_output")
-    return ((0,),) if is_gradient and isinstance(arguments[0], fx.Node) else ()
+    return ((0,),) if is_gradient and first else ()
 
 
 def _sums(node: fx.Node, terms: Sequence[int]) -> Linear:
