@@ -109,7 +109,8 @@ def _order_of_squeeze(node: fx.Node) -> list[int]:
     shape = _shape(node.all_input_nodes[0])
     given: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
     dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
-    return [dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
+    # A dimension that it would drop is kept only while it has several rows, and a part may have one.
+    return [-2 if dim in dims else dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
 
 
 def _expanded(node: fx.Node) -> Iterator[RowRule]:
