@@ -300,7 +300,8 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.bmm.default: _batched_product,
     aten.embedding.default: _embedded,
     aten.nll_loss_backward.default: _loss_gradient,
-    **dict.fromkeys((*ZEROS, aten.full.default, aten.full_like.default, aten.new_full.default), _constant),
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.full.default, aten.new_full.default), _constant),
+    **dict.fromkeys((aten.zeros_like.default, aten.full_like.default), _elementwise),
 }
 LINEAR = (
     *VIEWS, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default,
