@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes import Op
@@ -16,7 +17,7 @@ from passes.slices.hoist import ONE
 from passes.slices.row_rule import type_shape
 from passes.slices.unroll import Origin, Unrolled
 
-from ..graph.nodes import aten, fake_result
+from ..graph.nodes import all_storages, allocates_nothing, aten, fake_result, storages
 from ..graph.rewrite import fake_mode
 from .row_facts import VIEWS
 from .slice_ops import SCALE
@@ -47,13 +48,14 @@ def sliced_graph(graph: fx.Graph, unrolled: Unrolled) -> fx.Graph:
 
 
 class _Writer:
-    """Builds the new graph; `env` maps names of the trace to its nodes."""
+    """Builds the new graph. `env` maps names of the trace to its nodes; `fresh` were views, and have storages of their own."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.mode = fake_mode(graph)
         self.old = {node.name: node for node in graph.nodes}
         self.new = fx.Graph()
         self.env: dict[str, fx.Node] = {}
+        self.fresh: set[fx.Node] = set()
 
     def add(self, op: Op, origin: Origin | None) -> None:
         """Add the node of a line."""
@@ -62,8 +64,14 @@ class _Writer:
         self.env[op.name] = node
 
     def _captured(self, op: Op) -> fx.Node:
-        node = self.new.node_copy(self.old[op.name], lambda read: self.env[read.name])
-        node.meta = dict(self.old[op.name].meta)
+        source = self.old[op.name]
+        node = self.new.node_copy(source, lambda read: self.env[read.name])
+        node.meta = dict(source.meta)
+        if not self.fresh.isdisjoint(node.all_input_nodes) and not storages(source).isdisjoint(
+            all_storages(source.all_input_nodes)
+        ):
+            node.meta["val"] = fake_result(node, self.mode)
+            self.fresh.add(node)
         return node
 
     def _added(self, op: Op, origin: Origin) -> fx.Node:
@@ -77,12 +85,27 @@ class _Writer:
         if op.fn == ONE:
             return self._call(op, aten.ones.default, list(value.shape), **where)
         if op.fn == unroll.EMPTY:
-            return self._shared(self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value)
+            return self._room(op, source, **where)
         if op.fn == unroll.SCALE:
-            return self._shared(self._call(op, SCALE, *reads), value)
+            node = self._shared(self._call(op, SCALE, *reads), reads[0].meta["val"])
+            self.fresh |= {node} if reads[0] in self.fresh else set()
+            return node
         if op.fn in WRITERS:
             return self._call(op, WRITERS[op.fn], *reads)
         return self._part(op, source, reads)
+
+    def _room(self, op: Op, source: fx.Node, **where: Any) -> fx.Node:
+        """Return a node that makes room for a value; that of a view, which may have gaps or repeat elements, is dense."""
+        value: Tensor = source.meta["val"]
+        is_view = allocates_nothing(source)
+        if is_view:
+            with self.mode:
+                value = torch.empty_like(value)
+        node = self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where)
+        if is_view:
+            self.fresh.add(node)
+            return node
+        return self._shared(node, value)
 
     def _part(self, op: Op, source: fx.Node, reads: list[fx.Node]) -> fx.Node:
         """Return a captured node that runs on the rows of a part."""
