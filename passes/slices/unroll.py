@@ -148,7 +148,7 @@ class _Parts:
         """Write them."""
         if self.early:
             for op in self.early.prologue(self.trace):
-                self._add(op, Origin(op.name.removesuffix("__one")))
+                self._add(op, Origin(op.name.removesuffix(self.early.mark)))
         for name, rule in self.cut.rules:
             if rule.makes is not None and name in self._returned:
                 self._add(self._room(self.trace.op[name]), Origin(name))
