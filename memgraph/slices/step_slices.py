@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes import Machine, Trace
+from passes import Machine, Trace, predict
 from passes.ir.invariants import check
 from passes.ir.liveness import released
 from passes.slices.chain import find_chains
@@ -42,10 +42,11 @@ def chosen_slices(captured: Captured, asked: str | Parts, budget: int, device: t
     """
     graph = _prepared(captured.graph.graph)
     trace, facts = summarize(graph), _facts(graph)
+    machine, block = Machine(budget, str(device)), block_nbytes(1, device)
     if isinstance(asked, str):
-        slices = choose_slices(released(trace), Machine(budget, str(device)), facts, block_nbytes(1, device)).slices
+        slices = choose_slices(released(trace), machine, facts, block).slices
     else:
-        slices = tuple(_slice_of(trace, facts, path, parts) for path, parts in asked.items())
+        slices = tuple(_slice_of(released(trace), facts, path, parts, machine, block) for path, parts in asked.items())
     return _carried_out(captured, graph, slices, device)
 
 
@@ -78,13 +79,15 @@ def _facts(graph: fx.Graph) -> Callable[[str], RowFacts]:
     return facts
 
 
-def _slice_of(trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: int) -> Slice:
-    """Return the chain around the largest value of a submodule."""
+def _slice_of(
+    trace: Trace, facts: Callable[[str], RowFacts], path: str, parts: int, machine: Machine, block: int
+) -> Slice:
+    """Return the chain around the largest value of a submodule; of several, that of the lowest peak."""
     own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
     for op in sorted(own, key=lambda op: -op.nbytes):
-        for found in find_chains(trace, facts, op.name, parts):
-            if can_hoist(trace, found.rule, facts):
-                return found
+        chains = (found for found in find_chains(trace, facts, op.name, parts) if can_hoist(trace, found.rule, facts))
+        if ways := [(predict(unroll(trace, found, block).trace, machine).peak, found) for found in chains]:
+            return min(ways, key=lambda way: way[0])[1]
     has = "has no ops that can run in parts" if own else "makes no value in this step"
     raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
 
