@@ -93,8 +93,9 @@ def _permuted(order: Callable[[fx.Node], Sequence[int]]) -> Callable[[fx.Node], 
 def _order_of_transpose(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     order = list(range(rank))
-    first, second = (dim % rank for dim in node.args[1:3])  # type: ignore[operator]
-    order[first], order[second] = order[second], order[first]
+    first, second = (dim % max(1, rank) for dim in node.args[1:3])  # type: ignore[operator]
+    if rank:
+        order[first], order[second] = order[second], order[first]
     return order
 
 
@@ -108,7 +109,7 @@ def _order_of_unsqueeze(node: fx.Node) -> list[int]:
 def _order_of_squeeze(node: fx.Node) -> list[int]:
     shape = _shape(node.all_input_nodes[0])
     given: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
-    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
+    dims = {dim % max(1, len(shape)) for dim in ([given] if isinstance(given, int) else given)}
     # A dimension that it would drop is kept only while it has several rows, and a part may have one.
     return [-2 if dim in dims else dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
 
@@ -151,7 +152,7 @@ def _summed(node: fx.Node) -> Iterator[RowRule]:
 
 
 def _reduced_dims(node: fx.Node) -> tuple[set[int], bool]:
-    rank = len(_shape(node.all_input_nodes[0]))
+    rank = max(1, len(_shape(node.all_input_nodes[0])))
     given: Any = node.args[1] if len(node.args) > 1 else None
     if isinstance(given, int):
         given = [given]
