@@ -18,7 +18,7 @@ from ..ir.trace import Trace
 from ..simulate.forecast import predict
 from .chain import Facts, find_chains
 from .hoist import can_hoist
-from .row_rule import rows_of, type_shape
+from .row_rule import RowFacts, rows_of, type_shape
 from .slice import Slice
 from .unroll import unroll
 
@@ -48,11 +48,22 @@ def choose_slices(trace: Trace, machine: Machine, facts: Facts, block: int = 1) 
     for _ in range(CHAINS):
         if peak <= machine.budget:
             break
-        found = _next(best, machine, facts, block)
+        found = _next(best, machine, _of_unchanged(trace, best.trace, facts), block)
         if found is None:
             break
         best, peak = found, predict(found.trace, machine).peak
     return best
+
+
+def _of_unchanged(trace: Trace, sliced: Trace, facts: Facts) -> Facts:
+    """Return the facts of ops that are in a sliced trace as they were; its other ops run whole."""
+
+    def found(name: str) -> RowFacts:
+        old, new = trace.op.get(name), sliced.op[name]
+        is_same = old is not None and (old.fn, old.reads, old.type) == (new.fn, new.reads, new.type)
+        return facts(name) if is_same else RowFacts()
+
+    return found
 
 
 def _next(known: Sliced, machine: Machine, facts: Facts, block: int) -> Sliced | None:
