@@ -69,7 +69,8 @@ def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
     """Return what runs in forward; None if the chain is in one phase.
 
     Raises:
-        ValueError: the chain depends on several tangents, on none, or on one that is not a scalar.
+        ValueError: the chain depends on several tangents, on none, or on one that is not a scalar; or what it needs of
+            backward can't run in forward as well.
     """
     phases = {trace.op[name].phase for name in chain}
     if phases != {"forward", "backward"}:
@@ -79,6 +80,8 @@ def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
     if len(tangents) != 1 or not tangents[0].type.endswith("[]"):
         raise ValueError(f"the chain depends on {len(tangents)} tangents; it can run in forward with one, of a scalar")
     outside = tuple(op.name for op in before if not op.is_input)
+    if repeats := [name for name in outside if trace.op[name].once or trace.op[name].draws]:
+        raise ValueError(f"the chain depends on {repeats[0]}, which may run once, and in backward")
     dependent = _dependents(trace, tangents[0].name, {*outside, *chain})
     read = {read for op in trace.ops if op.name not in chain for read in op.reads} | {v for _, v in trace.outputs}
     scales = frozenset(name for name in chain if name in dependent and name in read)

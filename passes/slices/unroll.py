@@ -17,7 +17,7 @@ the tangent: they take 1 for it, and backward scales what they make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..ir.trace import Op, Storage, Trace, type_nbytes
@@ -82,10 +82,27 @@ def _in_place(trace: Trace, cut: Slice, early: Hoisted | None, block: Iterable[O
     between = [op for op in trace.ops[first:end] if op.name not in cut.rule]
     before = [op for op in between if op.name in needed or op.is_input]
     behind = [op for op in between if op.name not in needed and not op.is_input]
+    _check_order(trace, [*before, *map(trace.op.__getitem__, cut.rule), *behind])
     late = list(trace.ops[end:])
     if early:
         late = [early.scaled(op) if op.name in early.scales else op for op in late if op.name not in early.dropped]
     return [*trace.ops[:first], *before, *block, *behind, *late]
+
+
+def _check_order(trace: Trace, ops: Sequence[Op]) -> None:
+    """Check that ops that draw random numbers, or write to a storage that others read, stay in their order.
+
+    Raises:
+        ValueError: some of them don't.
+    """
+    last: dict[str, int] = {}
+    for op in ops:
+        touched = {made.name for made in op.makes} | trace.held_by(op.reads)
+        orders = [f"{held} in place" for held in touched if op.once] + ["the generator"] * bool(op.draws)
+        for shared in orders:
+            if trace.index[op.name] < last.get(shared, -1):
+                raise ValueError(f"{op.name} changes or reads {shared}, and would run behind ops that follow it")
+            last[shared] = trace.index[op.name]
 
 
 def _with_new_storages(trace: Trace, ops: Iterable[Op]) -> Iterator[Op]:
