@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes import Machine, Trace, predict
-from passes.ir.invariants import check
+from passes.ir.invariants import BrokenTrace, check
 from passes.ir.liveness import released
 from passes.slices.chain import find_chains
 from passes.slices.choose import choose_slices
@@ -46,7 +46,9 @@ def chosen_slices(captured: Captured, asked: str | Parts, budget: int, device: t
     if isinstance(asked, str):
         slices = choose_slices(released(trace), machine, facts, block).slices
     else:
-        slices = tuple(_slice_of(released(trace), facts, path, parts, machine, block) for path, parts in asked.items())
+        found = {path: _slice_of(released(trace), facts, path, parts, machine, block) for path, parts in asked.items()}
+        _check_apart(found)
+        slices = tuple(found.values())
     return _carried_out(captured, graph, slices, device)
 
 
@@ -86,10 +88,31 @@ def _slice_of(
     own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path)]
     for op in sorted(own, key=lambda op: -op.nbytes):
         chains = (found for found in find_chains(trace, facts, op.name, parts) if can_hoist(trace, found.rule, facts))
-        if ways := [(predict(unroll(trace, found, block).trace, machine).peak, found) for found in chains]:
+        ways = [(peak, found) for found in chains if (peak := _peak(trace, found, machine, block)) is not None]
+        if ways:
             return min(ways, key=lambda way: way[0])[1]
     has = "has no ops that can run in parts" if own else "makes no value in this step"
     raise ValueError(f"slices has {path!r}, which {has}; leave it out, or give slices='auto'")
+
+
+def _check_apart(found: Mapping[str, Slice]) -> None:
+    """Check that no op is in the chains of two submodules."""
+    owner: dict[str, str] = {}
+    for path, cut in found.items():
+        for name in cut.rule:
+            if name in owner:
+                raise ValueError(f"slices has {owner[name]!r} and {path!r}, whose chains share {name}; leave one of them out")
+            owner[name] = path
+
+
+def _peak(trace: Trace, cut: Slice, machine: Machine, block: int) -> int | None:
+    """Return the peak of a step in a slice; None if it can't be carried out."""
+    try:
+        sliced = unroll(trace, cut, block).trace
+        check(sliced)
+    except (ValueError, BrokenTrace):
+        return None
+    return predict(sliced, machine).peak
 
 
 def _is_in(where: str, path: str) -> bool:
