@@ -268,9 +268,7 @@ class _Parts:
         return f"{value}__parts" if self.early and value in self.early.scales else value
 
     def _phase(self, op: Op) -> str:
-        if self.early or op.is_input:
-            return "forward" if self.early else self._own_phase
-        return op.phase
+        return "forward" if self.early else self._own_phase  # a view of a forward value stands in backward too
 
     @property
     def _own_phase(self) -> str:
