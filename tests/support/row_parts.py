@@ -170,6 +170,11 @@ def _subsets(count: int) -> Iterator[set[int]]:
         yield from map(set, itertools.combinations(range(count), size))
 
 
+def _wide(value: Any) -> Any:
+    """Return float64 for another dtype of floats, and any other argument as it is."""
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
 def _is_linear(values: Values, node: fx.Node, reads: set[int]) -> bool:
     """Return True if f(2x - 3y) = 2f(x) - 3f(y), for random x and y of what the op reads there, in float64."""
     nodes = node.all_input_nodes
@@ -182,7 +187,7 @@ def _is_linear(values: Values, node: fx.Node, reads: set[int]) -> bool:
     def run(other: dict[fx.Node, Tensor]) -> Tensor:
         env = fixed | other
         args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-        kwargs = {
+        kwargs = {key: _wide(value) for key, value in kwargs.items()}
             key: torch.float64 if key == "dtype" and value.is_floating_point else value for key, value in kwargs.items()
         }
         return node.target(*args, **kwargs).double()  # type: ignore[operator]
