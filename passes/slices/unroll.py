@@ -218,6 +218,8 @@ class _Parts:
 
     def _rows(self, source: str, dims: Dims, part: int, rows: PartRows, name: str) -> str:
         """Write views that lead to the rows of a part, and return the name of the last."""
+        while name in self.trace.op:  # of another slice
+            name = f"{name}_"
         if name in self.made:
             return name
         base = self._known(source)
