@@ -31,7 +31,7 @@ from passes.slices.unroll import unroll
 
 # Whose parts are summed in another order, or by another kernel: for rows with gaps, or the last elements of a tensor.
 INEXACT = (
-    "gelu", "gelu_backward", "silu", "atanh", "mm", "addmm", "bmm", "sum", "mean", "var", "std", "logsumexp", "_softmax",
+    "gelu", "gelu_backward", "silu", "atanh", "logit", "mm", "addmm", "bmm", "sum", "mean", "var", "std", "logsumexp", "_softmax",
     "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
 )  # fmt: skip
 
@@ -188,8 +188,6 @@ def _is_linear(values: Values, node: fx.Node, reads: set[int]) -> bool:
         env = fixed | other
         args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
-            key: torch.float64 if key == "dtype" and value.is_floating_point else value for key, value in kwargs.items()
-        }
         return node.target(*args, **kwargs).double()  # type: ignore[operator]
 
     generator = torch.Generator().manual_seed(3)

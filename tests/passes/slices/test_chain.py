@@ -26,10 +26,13 @@ def by_rows(trace: Trace, seed: str, **other: RowFacts) -> str:
 
 
 def test_a_head_and_its_loss_are_a_chain_by_rows_and_one_by_columns() -> None:
-    assert_expected_inline(chains(HEAD, "a"), """\
+    assert_expected_inline(
+        chains(HEAD, "a"),
+        """\
 slice 16 rows in 2 parts: a[1:2<-,1:2] b[1:2<1:2] c[1:2<1:2,-] l[+<1:2] d[1:2<-,1:2] e[1:2<1:2,1:2] dh[+<1:2,0:1] dw[1:2<-,1:2]
 slice 8 rows in 2 parts: h[0:1<0:1] a[0:1<0:1,-] b[0:1<0:1] c[0:1<0:1,0:1] l[+<0:1] d[0:1<-,0:1] e[0:1<0:1,0:1] dh[0:1<0:1,-] h_t[1:2<0:1] dw[+<1:2,0:1] dx[0:1<0:1,0:1]
-slice 8 rows in 2 parts: a[1:2<-,1:2] b[1:2<1:2] c[1:2<1:2,-] l[+<1:2] d[1:2<-,1:2] e[1:2<1:2,1:2] dh[+<1:2,0:1] dw[1:2<-,1:2]""")
+slice 8 rows in 2 parts: a[1:2<-,1:2] b[1:2<1:2] c[1:2<1:2,-] l[+<1:2] d[1:2<-,1:2] e[1:2<1:2,1:2] dh[+<1:2,0:1] dw[1:2<-,1:2]""",
+    )
 
 
 def test_a_seed_without_rules_has_no_chain() -> None:

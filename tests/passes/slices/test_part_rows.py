@@ -33,7 +33,7 @@ def test_each_row_is_in_one_part(sequences: int, tokens: int, parts: int, divide
     found = part_rows(rows, tokens if divided else 0, parts)
     assert [row for part in found for row in range(part.begin, part.end)] == list(range(rows))
     sizes = {part.count for part in found}
-    assert 0 < min(sizes) and max(sizes) - min(sizes) <= (tokens if divided and parts <= sequences else 1)
+    assert min(sizes) > 0 and max(sizes) - min(sizes) <= (tokens if divided and parts <= sequences else 1)
     if not divided:
         assert len(found) == min(parts, rows)
     elif parts <= rows:

@@ -124,7 +124,9 @@ dx = mul(dh, x)
 
 def test_an_added_line_has_the_origin_that_the_graph_needs() -> None:
     found = unroll(HEAD, ROWS_OF_HEAD)
-    assert found.origins["h__0__p2"] == Origin("h", (0, 4, 8)) and found.origins["dh__at1"] == Origin("dh__parts", (0, 0, 4))
+    assert found.origins["h__0__p2"] == Origin("h", (0, 4, 8)) and found.origins["dh__at1"] == Origin(
+        "dh__parts", (0, 0, 4)
+    )
     assert found.origins["e__p1"] == Origin("e") and found.origins["dw__p2"] == Origin("dw")
     assert found.origins["dh"] == Origin("dh") and found.origins["g__one"] == Origin("g")
     assert {op.name for op in found.trace.ops} - found.origins.keys() == {"x", "y", "w", "g", "h", "dx"}
@@ -201,7 +203,7 @@ def test_a_view_of_a_result_holds_its_new_storage() -> None:
 
 @pytest.mark.parametrize("text", ["slice 8 rows in 2 parts: z[0:1<0:1]", "slice 8 rows in 2 parts: a[0:1<0:1]"])
 def test_a_slice_of_another_step_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="the trace has no such op '[az]'"):
+    with pytest.raises(ValueError, match=r"the trace has no such op '[az]'"):
         unroll(FORWARD, parse_slice(text))
 
 
