@@ -28,8 +28,10 @@ LARGE = 4  # a value with at least this part of the seed's bytes is large: a mas
 
 def find_chains(trace: Trace, facts: Facts, seed: str, parts: int) -> Iterator[Slice]:
     """Yield the chains around what the op `seed` makes, to run in so many parts; those of the most rows first."""
-    shape = type_shape(trace.op[seed].type)
     rules = facts(seed).rules
+    if not rules:
+        return  # among others an op of several results
+    shape = type_shape(trace.op[seed].type)
     users = _users(trace)
     ways = [(rows_of(shape, rule.makes), rule) for rule in rules if rule.makes is not None]
     batches = {type_shape(op.type)[0] for op in trace.ops if op.fn == "input" and type_shape(op.type)}
