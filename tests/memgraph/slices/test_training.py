@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -246,14 +247,27 @@ def test_an_optimizer_of_the_step(fuse_update: bool) -> None:
     assert_kept(model)
 
 
-def test_slices_beside_recompute_and_offload(tmp_path: Any) -> None:
-    module = headed(dropout=0.2)
-    eager = copy.deepcopy(module)
-    model = memgraph.compile(module, budget_of(module, 0.32), slices="auto", offload="disk", spill_dir=str(tmp_path))
-    assert torch.equal(step(model), step(eager))
-    assert_near(module, eager)
-    assert_kept(model)
-    assert {type(decision).__name__ for decision in model.plan.plan} >= {"Offload"}
+@pytest.mark.usefixtures("given_up")
+@pytest.mark.parametrize("make", [partial(headed, dropout=0.2), Heads], ids=["a head", "two heads"])
+def test_slices_beside_recompute_and_offload(make: Any, tmp_path: Any) -> None:
+    """Of plans that keep no value, and offload what may run once: what parts are written into or added to."""
+    torch.manual_seed(0)
+    module = make()
+    asked = {"head": 4, "second": 3} if isinstance(module, Heads) else {"head": 4}
+    model = beside_eager(module, budget=ROOM, slices=asked, offload="disk", spill_dir=str(tmp_path))
+    assert {type(decision).__name__ for decision in model.plan.plan} >= {"Offload", "Recompute"}
+
+
+@pytest.mark.usefixtures("fate")
+def test_slices_with_one_placement_for_all_values() -> None:
+    def twice(model: Any) -> Tensor:
+        loss = model(*batch())
+        (loss * 3.0).backward(retain_graph=True)
+        (loss * 0.25).backward()
+        return loss.detach()
+
+    beside_eager(headed(dropout=0.2), budget=ROOM, slices={"head": 4})
+    beside_eager(headed(), twice, budget=ROOM, slices={"head": 4})
 
 
 def test_autocast_in_slices() -> None:
