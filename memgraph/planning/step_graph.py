@@ -117,9 +117,10 @@ def capture_step(
 def _in_slices(captured: Captured, target: Target, state: OptimizerState, options: CompileOptions) -> Captured:
     """Return the step in the slices that are asked for; "auto" leaves one that fits as it is."""
     asked, device = options.slices, target.device
-    if saved := next((plan.slices for plan in options.plans if plan.slices), ()):
-        return given_slices(captured, saved, device)
-    if asked is None:
+    for plan in options.plans:
+        if plan.slices and (found := given_slices(captured, plan.slices, device)) is not None:
+            return found
+    if asked is None or options.plans:
         return captured
     trace = summarize(captured.graph.graph)
     machine = Machine(target.budget, str(device))

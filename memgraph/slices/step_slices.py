@@ -52,13 +52,12 @@ def chosen_slices(captured: Captured, asked: str | Parts, budget: int, device: t
     return _carried_out(captured, graph, slices, device)
 
 
-def given_slices(captured: Captured, slices: Sequence[Slice], device: torch.device) -> Captured:
-    """Return the step in these slices.
-
-    Raises:
-        ValueError: it does not have the ops of a slice.
-    """
-    return _carried_out(captured, _prepared(captured.graph.graph), slices, device)
+def given_slices(captured: Captured, slices: Sequence[Slice], device: torch.device) -> Captured | None:
+    """Return the step in these slices; None if they are of another step."""
+    try:
+        return _carried_out(captured, _prepared(captured.graph.graph), slices, device)
+    except (ValueError, ZeroDivisionError, RuntimeError, BrokenTrace):
+        return None  # other ops, or other sizes
 
 
 def _prepared(graph: fx.Graph) -> fx.Graph:
