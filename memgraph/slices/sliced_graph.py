@@ -48,7 +48,7 @@ def sliced_graph(graph: fx.Graph, unrolled: Unrolled) -> fx.Graph:
 
 
 class _Writer:
-    """Builds the new graph. `env` maps names of the trace to its nodes; `fresh` were views, and have storages of their own."""
+    """Builds the new graph. `env` maps names of the trace to its nodes; `fresh` were views, and have own storages."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.mode = fake_mode(graph)
@@ -95,7 +95,7 @@ class _Writer:
         return self._part(op, source, reads)
 
     def _room(self, op: Op, source: fx.Node, **where: Any) -> fx.Node:
-        """Return a node that makes room for a value; that of a view, which may have gaps or repeat elements, is dense."""
+        """Return a node that makes room for a value; of a view, which may have gaps or repeat elements, it is dense."""
         value: Tensor = source.meta["val"]
         is_view = allocates_nothing(source)
         if is_view:

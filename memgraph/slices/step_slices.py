@@ -100,7 +100,8 @@ def _check_apart(found: Mapping[str, Slice]) -> None:
     for path, cut in found.items():
         for name in cut.rule:
             if name in owner:
-                raise ValueError(f"slices has {owner[name]!r} and {path!r}, whose chains share {name}; leave one of them out")
+                both = f"{owner[name]!r} and {path!r}"
+                raise ValueError(f"slices has {both}, whose chains share {name}; leave one of them out")
             owner[name] = path
 
 
