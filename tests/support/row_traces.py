@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from passes import Trace, check, parse
 from passes.slices import unroll
-from passes.slices.hoist import ONE
+from passes.slices.hoist import ONE, SCALE
 from passes.slices.row_rule import RowFacts, parse_rule, type_shape
 from passes.slices.unroll import Origin
 
@@ -123,7 +123,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     unroll.WRITE: partial(_in_place, lambda target, x: x),
     unroll.ADD: partial(_in_place, np.add),
     unroll.ADD_PRODUCT: partial(_in_place, lambda target, a, b: target + a @ b),
-    unroll.SCALE: partial(_in_place, np.multiply),
+    SCALE: partial(_in_place, np.multiply),
 }
 
 

@@ -21,9 +21,7 @@ MODELS = ("cross entropy:0.5", "z-loss:0.5", "shifted labels:0.5", "two heads:0.
 
 def test_every_step_in_slices_is_within_its_budget(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.counted_slices", *MODELS]
-    ended = subprocess.run(
-        command, env=preloaded(tmp_path), capture_output=True, text=True, timeout=300, check=False
-    )
+    ended = subprocess.run(command, env=preloaded(tmp_path), capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = [Counted(**json.loads(line)) for line in ended.stdout.splitlines()]
     assert len(rows) == STEPS * len(MODELS)

@@ -1,4 +1,4 @@
-"""What a slice does to the text is what it does to the graph, and the graph computes what the step does.
+"""A slice does to the graph what it does to the text, and the graph computes what the step does.
 
 summarize(sliced_graph(graph, unroll(summarize(graph), slice))) == unroll(summarize(graph), slice).trace
 """

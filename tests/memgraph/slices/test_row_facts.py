@@ -1,4 +1,4 @@
-"""What an op is said to do on rows is what it does: each rule, with uneven parts, and each group of reads it is linear in.
+"""Each rule of an op is tried on uneven parts, and each group of reads in which it is said to be linear.
 
 Results of parts that are put together are bit-equal, apart from kernels that take another way for other sizes; sums of
 parts are added in another order.

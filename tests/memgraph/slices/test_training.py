@@ -84,7 +84,9 @@ def assert_kept(model: memgraph.CompiledModule) -> None:
     assert report.measured is not None and report.measured <= report.peak <= report.budget
 
 
-def beside_eager(module: nn.Module, run: Run = step, budget: int | None = None, **wishes: Any) -> memgraph.CompiledModule:
+def beside_eager(
+    module: nn.Module, run: Run = step, budget: int | None = None, **wishes: Any
+) -> memgraph.CompiledModule:
     """Run a loop with a module in slices and with the plain one; compare its results, bit by bit, and the gradients."""
     eager = copy.deepcopy(module)
     asked = {"slices": "auto", "offload": None} | wishes
@@ -108,21 +110,21 @@ def test_so_do_others(options: dict[str, Any]) -> None:
     assert_kept(beside_eager(headed(**options)))
 
 
-def test_a_loss_of_its_own_ops_is_near() -> None:
+@pytest.mark.parametrize("loss", [soft_capped, smoothed_by_hand], ids=lambda loss: loss.__name__)
+def test_a_loss_of_its_own_ops_is_near(loss: Any) -> None:
     """tanh and exp of a part may take another kernel for its last elements."""
-    for loss in (soft_capped, smoothed_by_hand):
-        module = headed(loss)
-        eager = copy.deepcopy(module)
-        first, second = batch()
-        given = first, second.clamp(min=0)
-        budget = budget_of(module, run=lambda model: model(*given).backward())
-        model = memgraph.compile(module, budget, slices="auto", offload=None)
-        ours, theirs = model(*given), eager(*given)
-        ours.backward()
-        theirs.backward()
-        torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=0.0)
-        assert_near(module, eager)
-        assert_kept(model)
+    first, second = batch()
+    given = first, second.clamp(min=0)
+    module = headed(loss)
+    eager = copy.deepcopy(module)
+    budget = budget_of(module, run=lambda model: model(*given).backward())
+    model = memgraph.compile(module, budget, slices="auto", offload=None)
+    ours, theirs = model(*given), eager(*given)
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=0.0)
+    assert_near(module, eager)
+    assert_kept(model)
 
 
 @pytest.mark.parametrize("parts", [2, 5])
@@ -250,7 +252,7 @@ def test_an_optimizer_of_the_step(fuse_update: bool) -> None:
 @pytest.mark.usefixtures("given_up")
 @pytest.mark.parametrize("make", [partial(headed, dropout=0.2), Heads], ids=["a head", "two heads"])
 def test_slices_beside_recompute_and_offload(make: Any, tmp_path: Any) -> None:
-    """Of plans that keep no value, and offload what may run once: what parts are written into or added to."""
+    """No value is kept; those that may be made once, into which parts are written or added, are offloaded."""
     torch.manual_seed(0)
     module = make()
     asked = {"head": 4, "second": 3} if isinstance(module, Heads) else {"head": 4}
@@ -293,6 +295,28 @@ def test_a_saved_plan_has_its_slices() -> None:
     again = beside_eager(module, plan=text, slices=None)
     assert again.plan.slices == first.plan.slices and again.plan.peak == first.plan.peak
     assert_kept(again)
+
+
+def test_a_saved_plan_of_another_step_is_refused() -> None:
+    first = memgraph.compile(headed(), ROOM, slices={"head": 4})
+    step(first)
+    plan = first.plan.to_json()
+    with pytest.raises(memgraph.PlanError, match="the saved plan is for another shape"):
+        memgraph.compile(headed(), ROOM, plan=plan)(*tokens(2, 32))
+    with pytest.raises(memgraph.PlanError, match="the saved plan is for another model"):
+        memgraph.compile(headed(bias=True), ROOM, plan=plan)(*batch())
+
+
+def test_plans_with_and_without_slices_may_be_given_together() -> None:
+    module = headed()
+    trained, seen = (memgraph.compile(copy.deepcopy(module), ROOM, slices=asked) for asked in ({"head": 4}, None))
+    step(trained)
+    with torch.no_grad():
+        expected = seen(*batch())
+    model = memgraph.compile(module, ROOM, plan=[trained.plan.to_json(), seen.plan.to_json()])
+    with torch.no_grad():
+        assert torch.equal(model(*batch()), expected) and not model.plan.slices
+    assert torch.equal(step(model), step(trained)) and model.plan.slices
 
 
 def test_micro_batches_in_slices() -> None:
@@ -397,7 +421,9 @@ def test_a_step_that_fits_or_has_no_chain_is_as_it_was() -> None:
     assert same_gradients(small, twin) and not model.plan.slices
 
 
-@pytest.mark.parametrize("slices", ["yes", 3, True, {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, ["head"]], ids=str)
+@pytest.mark.parametrize(
+    "slices", ["yes", 3, True, {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, ["head"]], ids=str
+)
 def test_wrong_arguments_are_refused(slices: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"slices.*lm_head"):
         memgraph.compile(headed(), ROOM, slices=slices)

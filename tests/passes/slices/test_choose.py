@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from passes import Machine, Op, Storage, Trace, check, predict
 from passes.slices import choose
+from passes.slices.chain import find_chains
 from passes.slices.choose import choose_slices
 from passes.slices.row_rule import RowFacts
 from passes.slices.unroll import Origin, unroll
@@ -101,7 +102,7 @@ def test_what_a_slice_has_rewritten_has_no_rows_for_the_next() -> None:
     """The facts are of the ops that the step had; room of the same name reads nothing."""
     trace = larger(heads(2), 512)
     asked = facts_of(trace)
-    with mock.patch.object(choose, "find_chains", wraps=choose.find_chains) as found:
+    with mock.patch.object(choose, "find_chains", wraps=find_chains) as found:
         choose_slices(trace, Machine(0), asked)
     for call in found.call_args_list:
         sliced, facts = call.args[:2]
