@@ -64,7 +64,7 @@ class PartWriter:
         """Write them, and return this writer."""
         if self.block.early:
             for op in self.block.early.prologue(self.trace):
-                self._add(op, Origin(op.name.removesuffix("__one")))
+                self._add(op, Origin(op.name.removesuffix(self.block.early.mark)))
         for name in self.block.names:
             if self.cut.rule[name].makes is not None and name in self.block.returned:
                 self._add(self._room(self.trace.op[name]), Origin(name))
@@ -145,6 +145,8 @@ class PartWriter:
 
     def _rows(self, source: str, dims: Dims, part: int, rows: PartRows, name: str) -> str:
         """Write views that lead to the rows of a part, and return the name of the last."""
+        while name in self.trace.op:  # of another slice
+            name = f"{name}_"
         if name in self.made:
             return name
         base = self._known(source)
