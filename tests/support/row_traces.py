@@ -19,10 +19,10 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from passes import Trace, check, parse
-from passes.slices import unroll
+from passes.slices import parts
 from passes.slices.hoist import ONE, SCALE
+from passes.slices.parts import Origin
 from passes.slices.row_rule import RowFacts, parse_rule, type_shape
-from passes.slices.unroll import Origin
 
 HEAD = parse("""
     forward:
@@ -80,7 +80,7 @@ def run(trace: Trace, origins: Mapping[str, Origin] | None = None, tangent: floa
         reads = [values[read] for read in op.reads]
         if op.is_input:
             values[op.name] = np.array(tangent) if op.fn == "tangent" else _numbers(op.name, type_shape(op.type))
-        elif op.fn == unroll.ROWS:
+        elif op.fn == parts.ROWS:
             view = origins[op.name].view if origins else None
             assert view is not None
             dim, begin, end = view
@@ -107,7 +107,7 @@ def _in_place(change: Callable[..., Any], target: Any, *reads: Any) -> Any:
     return target
 
 
-ROOMS = {unroll.EMPTY: EMPTY_ROOM, ONE: 1.0}
+ROOMS = {parts.EMPTY: EMPTY_ROOM, ONE: 1.0}
 RUNS: dict[str, Callable[..., Any]] = {
     "relu": lambda x: np.maximum(x, 0),
     "square": np.square,
@@ -120,9 +120,10 @@ RUNS: dict[str, Callable[..., Any]] = {
     "total": np.sum,
     "mixed": lambda x: x - x.sum(0),
     "aten.mm.default": np.matmul,
-    unroll.WRITE: partial(_in_place, lambda target, x: x),
-    unroll.ADD: partial(_in_place, np.add),
-    unroll.ADD_PRODUCT: partial(_in_place, lambda target, a, b: target + a @ b),
+    parts.ALL: lambda x: x,
+    parts.WRITE: partial(_in_place, lambda target, x: x),
+    parts.ADD: partial(_in_place, np.add),
+    parts.ADD_PRODUCT: partial(_in_place, lambda target, a, b: target + a @ b),
     SCALE: partial(_in_place, np.multiply),
 }
 

@@ -15,9 +15,11 @@ from torch import Tensor, fx
 
 from memgraph.capture.capture import capture, operands
 from memgraph.graph.captured import Captured
+from memgraph.graph.rewrite import copy_graph
 from memgraph.graph.summarize import summarize
+from memgraph.slices.row_losses import write_losses_by_row
 from memgraph.slices.sliced_graph import sliced_graph
-from memgraph.slices.step_slices import _facts, _prepared
+from memgraph.slices.step_slices import _facts
 from memgraph.system.device import block_nbytes
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Trace, check
@@ -36,7 +38,9 @@ def step(name: str) -> tuple[Captured, fx.Graph, list[Tensor]]:
     """Return the captured step, its graph with losses by row, and what it is called with."""
     model, args, kwargs = made(name)
     captured = capture(model, args, kwargs, wanted=select_losses)
-    return captured, _prepared(captured.graph.graph), [*operands(model, args, kwargs), torch.tensor(0.7)]
+    graph = copy_graph(captured.graph.graph)
+    write_losses_by_row(graph)
+    return captured, graph, [*operands(model, args, kwargs), torch.tensor(0.7)]
 
 
 def slices_of(trace: Trace, facts: Facts) -> Iterator[Slice]:
@@ -44,7 +48,8 @@ def slices_of(trace: Trace, facts: Facts) -> Iterator[Slice]:
     found = set[str]()
     for op in sorted((op for op in trace.ops if not op.is_input), key=lambda op: -op.nbytes)[:SEEDS]:
         for cut in find_chains(trace, facts, op.name, 2):
-            if can_hoist(trace, cut.rule, facts) and str(cut) not in found:
+            assert cut.reruns or can_hoist(trace, cut.rule, facts)
+            if str(cut) not in found:
                 found.add(str(cut))
                 yield cut
 

@@ -362,7 +362,7 @@ def test_a_batch_norm_is_not_cut(slices: Any) -> None:
     try:
         model = beside_eager(module, run, budget=ROOM, slices=slices)
     except ValueError as error:
-        assert "which has no ops that can run in parts" in str(error)
+        assert "which has no ops left that can run in parts" in str(error)
     else:
         ops = {op.name: op for op in model.plan.forecast.trace.ops}
         assert not any("batch_norm" in ops[name].fn for cut in model.plan.slices for name in cut.rule if name in ops)
@@ -433,8 +433,8 @@ def test_wrong_arguments_are_refused(slices: Any) -> None:
     "slices, why",
     [
         ({"nothing": 2}, "slices has 'nothing', which is no submodule"),
-        ({"drop": 2}, "slices has 'drop', which makes no value in this step"),
-        ({"norm": 2}, "slices has 'norm', which has no ops that can run in parts"),
+        ({"drop": 2}, "slices has 'drop', which has no ops left that can run in parts"),
+        ({"norm": 2}, "slices has 'norm', which has no ops left that can run in parts"),
     ],
 )
 def test_a_submodule_that_has_no_chain_is_named(slices: Any, why: str) -> None:

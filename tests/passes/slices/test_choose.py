@@ -13,8 +13,9 @@ from passes import Machine, Op, Storage, Trace, check, predict
 from passes.slices import choose
 from passes.slices.chain import find_chains
 from passes.slices.choose import choose_slices
+from passes.slices.parts import Origin
 from passes.slices.row_rule import RowFacts
-from passes.slices.unroll import Origin, unroll
+from passes.slices.unroll import unroll
 from tests.support.row_traces import HEAD, facts_of, row_steps, run, same
 
 
@@ -83,10 +84,19 @@ def test_a_step_without_rules_is_left_as_it_is() -> None:
 
 
 def test_one_slice_is_enough_where_the_step_then_fits() -> None:
-    trace = larger(heads(2), 512)
+    alike = larger(heads(2), 512)
+    ops = tuple(replace(op, fn="relu") if op.name == "b1" else op for op in alike.ops)
+    trace = replace(alike, ops=ops)  # the loss of the second head is another
     first = choose_slices(trace, Machine(peak(trace) - 1), facts_of(trace))
     both = choose_slices(trace, Machine(0), facts_of(trace))
     assert (len(first.slices), len(both.slices)) == (1, 2) and peak(both.trace) < peak(first.trace) < peak(trace)
+
+
+def test_layers_that_are_alike_are_cut_alike() -> None:
+    trace = larger(heads(3), 512)
+    found = choose_slices(trace, Machine(peak(trace) - 1), facts_of(trace))
+    assert {cut.parts for cut in found.slices} == {found.slices[0].parts}
+    assert sorted(name for cut in found.slices for name in cut.rule if name[0] == "a") == ["a0", "a1", "a2"]
 
 
 @pytest.mark.parametrize("count", [2, 3])
