@@ -20,7 +20,6 @@ from ..runtime.step import Step
 from ..slices.step_slices import EXTENTS, Extent
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
-from .accumulated_step import AccumulatedStep
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
@@ -168,7 +167,7 @@ class Planner:
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
             return Refused(smallest, bool(graph.captured.slices), refuse)
-        step = self._step(graph, machine, result, later.accumulated(result, machine), began)
+        step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
 
     def _capture(
@@ -183,10 +182,9 @@ class Planner:
         self.state.move_to(target.location)
         return target
 
-    def _step(
-        self, graph: StepGraph, machine: Machine, result: PlanResult, accumulated: AccumulatedStep, began: float
-    ) -> Step:
+    def _step(self, graph: StepGraph, machine: Machine, result: PlanResult, later: LaterStep, began: float) -> Step:
         """Return the step that carries out a plan, with what its later runs need."""
+        accumulated = later.accumulated(result, machine)
         assembled = self.assemble(graph, machine, result, began)
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
