@@ -442,7 +442,22 @@ def test_a_submodule_that_has_no_chain_is_named(slices: Any, why: str) -> None:
         step(memgraph.compile(headed(), ROOM, slices=slices))
 
 
-def test_submodules_of_one_chain_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'up.0' and 'down.0', whose chains share"):
-        torch.manual_seed(0)
-        memgraph.compile(Mixers(), ROOM, slices={"up.0": 2, "down.0": 2})(torch.randn(2, 64, 8)).backward()
+def mixed(model: Any) -> Tensor:
+    loss = model(torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1)))
+    loss.backward()
+    return loss.detach()
+
+
+def test_a_submodule_is_cut_in_what_those_before_it_left_whole() -> None:
+    """The chain of the first layer reaches through all layers but for a sum, which the second one still has."""
+    torch.manual_seed(0)
+    first, second = beside_eager(Mixers(), mixed, budget=ROOM, slices={"up.0": 2, "down.0": 3}).plan.slices
+    assert (first.parts, second.parts) == (2, 3) and first.rule.keys().isdisjoint(second.rule)
+
+
+@pytest.mark.parametrize("slices", [{"up.0": 2, "up": 2}, {"up": 2, "up.0": 2}], ids=str)
+def test_a_submodule_of_which_nothing_is_left_whole_is_named(slices: Any) -> None:
+    torch.manual_seed(0)
+    why = f"slices has {list(slices)[1]!r}, which has no ops left that can run in parts; leave it out, or give"
+    with pytest.raises(ValueError, match=why):
+        mixed(memgraph.compile(Mixers(), ROOM, slices=slices))
