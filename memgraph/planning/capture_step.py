@@ -25,7 +25,7 @@ from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
-from ..slices.step_slices import SliceRequest, in_slices
+from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from .capture_cache import KnownLength
@@ -37,12 +37,11 @@ from .target import Target
 
 def capture_step(
     call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None,
-    shares: bool = True, reruns: bool = False,
+    shares: bool = True, extent: Extent = "once",
 ) -> StepGraph:  # fmt: skip
     """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
 
-    If it `shares`, it may be made of a step with symbols for lengths. If it `reruns`, slices="auto" may run forward ops
-    a second time in backward.
+    If it `shares`, it may be made of a step with symbols for lengths. slices="auto" goes as far as `extent`.
 
     Raises:
         CaptureError: the call can't be captured.
@@ -52,7 +51,7 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request = _slices(where, options, reruns)
+        request = _slices(where, options, extent)
         shares = shares and not request.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
@@ -75,10 +74,10 @@ def capture_step(
     return step(first, None if later is None else step(later))
 
 
-def _slices(target: Target, options: CompileOptions, reruns: bool) -> SliceRequest:
+def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceRequest:
     """Return the slices that the options, or a saved plan, ask for."""
-    saved = next((plan.slices for plan in options.plans if plan.slices), ())
-    return SliceRequest(options.slices, saved, target.budget, target.device, reruns)
+    saved = tuple(plan.slices for plan in options.plans if plan.slices)
+    return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from passes import BudgetError, Machine, PlanResult, Trace
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
+from ..slices.step_slices import EXTENTS, Extent
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
-from .accumulated_step import AccumulatedStep
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
@@ -36,7 +36,21 @@ from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
 LOG = logging.getLogger(__name__)
-Replan = Callable[[], "Step | OtherOutputsDropped"]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A step that no plan fits.
+
+    Attributes:
+        smallest: the fewest bytes for which a plan was found.
+        is_sliced: chains of it run in parts.
+        refuse: raises the error, or returns what is planned instead.
+    """
+
+    smallest: int
+    is_sliced: bool
+    refuse: Callable[[], OtherOutputsDropped]
 
 
 class Planner:
@@ -118,30 +132,30 @@ class Planner:
             return None
 
     def _planned(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
     ) -> Step | OtherOutputsDropped:
-        began = time.perf_counter()
-        graph = self._capture(call, progress, earlier, reruns)
-        more = None if reruns else self._in_more_slices(call, graph, progress, earlier)
-        try:
-            return self._planned_graph(call, graph, progress, earlier, began, more)
-        except LayoutsDiffer:
-            return self._planned_graph(call, graph.with_numbers(), progress, earlier, began, more)
-
-    def _in_more_slices(
-        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None
-    ) -> Replan | None:
-        """Return a function that plans the call in slices that run forward ops again, if the options allow them."""
-        if self.options.slices != "auto" or graph.ranks.plan_together:
-            return None
-        again = EarlierCapture(graph.captured.unsliced) if graph.captured.slices else earlier
-        return partial(self._planned, call, progress, again, reruns=True)
+        refused: list[Refused] = []
+        for extent in EXTENTS:
+            began = time.perf_counter()
+            graph = self._capture(call, progress, earlier, extent)
+            try:
+                planned = self._planned_graph(call, graph, progress, earlier, began)
+            except LayoutsDiffer:
+                planned = self._planned_graph(call, graph.with_numbers(), progress, earlier, began)
+            if not isinstance(planned, Refused):
+                return planned
+            refused.append(planned)
+            if self.options.slices != "auto" or graph.ranks.plan_together:
+                break
+            if extent == "twice" and not refused[0].is_sliced:
+                break  # it was tried whole
+            # The graph is that of another step if it is in slices, or has updates.
+            earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
+        return min(refused, key=lambda each: each.smallest).refuse()
 
     def _planned_graph(
-        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float,
-        more: Replan | None,
-    ) -> Step | OtherOutputsDropped:  # fmt: skip
-        """Return the step of a graph; if no plan fits, what `more` plans."""
+        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
+    ) -> Step | Refused:
         refuse_value_run(call, graph)
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
@@ -155,33 +169,36 @@ class Planner:
             known = earlier.accumulated_plan if earlier is not None else None
             result = graph.ranks.choose(trace, machine, replace(search, known=known))
         except (BudgetError, PlanError) as error:
-            if more is not None:
-                return more()
-            if for_scalars is not None:
-                return OtherOutputsDropped(for_scalars, needed_nbytes(error, trace, machine))
-            if isinstance(error, PlanError):
-                raise
-            suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-            raise budget_error(error, call, graph, later.needed_nbytes, suggest) from None
-        step = self._step(graph, machine, result, later.accumulated(result, machine), began)
+            failed = error  # the name ends with the clause
+
+            def refuse() -> OtherOutputsDropped:
+                if for_scalars is not None:
+                    return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
+                if isinstance(failed, PlanError):
+                    raise failed
+                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
+                raise budget_error(failed, call, graph, later.needed_nbytes, suggest) from None
+
+            smallest = failed.smallest if isinstance(failed, BudgetError) else 0
+            return Refused(smallest, bool(graph.captured.slices), refuse)
+        step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
 
     def _capture(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, reruns: bool = False
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, extent: Extent = "once"
     ) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused, reruns=reruns)
+            return capture_step(call, self._current_target, self.state, self.options, reused, extent=extent)
 
     def _current_target(self) -> Target:
         target = self.targets.current()
         self.state.move_to(target.location)
         return target
 
-    def _step(
-        self, graph: StepGraph, machine: Machine, result: PlanResult, accumulated: AccumulatedStep, began: float
-    ) -> Step:
+    def _step(self, graph: StepGraph, machine: Machine, result: PlanResult, later: LaterStep, began: float) -> Step:
         """Return the step that carries out a plan, with what its later runs need."""
+        accumulated = later.accumulated(result, machine)
         assembled = self.assemble(graph, machine, result, began)
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)

@@ -41,14 +41,13 @@ def linear_reads(node: fx.Node) -> tuple[tuple[int, ...], ...]:
         return ((place[first],),) if first in place else ()
     if node.target in BILINEAR:
         return tuple((place[each],) for each in read)
-    if node.target in ADDITIVE:
-        both = tuple(place[each] for each in read if each.meta["val"].is_floating_point())
-        return (both,) if len(read) > 1 else ()
+    if node.target in ADDITIVE and len(read) > 1:
+        return _of_sum([each for each in read if each.meta["val"].is_floating_point()], place)
     if node.target is aten.cat.default:
-        return (tuple(place.values()),)
-    if node.target is aten.masked_fill.Scalar:
-        return ((place[first],),) if node.args[2] == 0 else ()
-    return _of_choice(node.args[1:], place) if node.target is aten.where.self else ()
+        return _of_sum(list(place), place)
+    if node.target is aten.where.self:
+        return _of_sum(read[1:], place)
+    return ((place[first],),) if node.target is aten.masked_fill.Scalar and node.args[2] == 0 else ()
 
 
 def _takes_gradient(node: fx.Node) -> bool:
@@ -57,11 +56,10 @@ def _takes_gradient(node: fx.Node) -> bool:
     return schema is not None and bool(schema.arguments) and schema.arguments[0].name in ("grad", "grad_output")
 
 
-def _of_choice(values: Sequence[Any], place: dict[fx.Node, int]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of `where`: both values, and one if the other is zero."""
-    first, second = values
-    alone = [(place[each],) for each, other in ((first, second), (second, first)) if _makes_zeros(other)]
-    return (place[first], place[second]), *alone
+def _of_sum(terms: Sequence[fx.Node], place: dict[fx.Node, int]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of an op that is linear in all terms together: all of them, and those that are not zeros."""
+    groups = [terms, [each for each in terms if not _makes_zeros(each)]]
+    return tuple(dict.fromkeys(tuple(place[each] for each in group) for group in groups if group))
 
 
 def _makes_zeros(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from passes.slices.row_rule import Dims, RowFacts, RowRule
 
 from ..graph.nodes import aten, changes_inputs, is_random
-from .linear_reads import COPIES, VIEWS, ZEROS, linear_reads
+from .linear_reads import COPIES, VIEWS, linear_reads
 
 Shape = tuple[int, ...]
 
@@ -94,8 +94,9 @@ def _order_of_transpose(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     order = list(range(rank))
     dims: Any = node.args[1:3]
-    first, second = (dim % rank for dim in dims)
-    order[first], order[second] = order[second], order[first]
+    first, second = (dim % max(1, rank) for dim in dims)
+    if rank:
+        order[first], order[second] = order[second], order[first]
     return order
 
 
@@ -110,8 +111,9 @@ def _order_of_unsqueeze(node: fx.Node) -> list[int]:
 def _order_of_squeeze(node: fx.Node) -> list[int]:
     shape = _shape(node.all_input_nodes[0])
     given: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
-    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
-    return [dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
+    dims = {dim % max(1, len(shape)) for dim in ([given] if isinstance(given, int) else given)}
+    # A dimension that it would drop is kept only while it has several rows, and a part may have one.
+    return [-2 if dim in dims else dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
 
 
 def _expanded(node: fx.Node) -> Iterator[RowRule]:
@@ -152,7 +154,7 @@ def _summed(node: fx.Node) -> Iterator[RowRule]:
 
 
 def _reduced_dims(node: fx.Node) -> tuple[set[int], bool]:
-    rank = len(_shape(node.all_input_nodes[0]))
+    rank = max(1, len(_shape(node.all_input_nodes[0])))
     given: Any = node.args[1] if len(node.args) > 1 else None
     if isinstance(given, int):
         given = [given]
@@ -258,5 +260,6 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.bmm.default: _batched_product,
     aten.embedding.default: _embedded,
     aten.nll_loss_backward.default: _loss_gradient,
-    **dict.fromkeys((*ZEROS, aten.full.default, aten.full_like.default, aten.new_full.default), _constant),
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.full.default, aten.new_full.default), _constant),
+    **dict.fromkeys((aten.zeros_like.default, aten.full_like.default), _elementwise),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from passes import Op
@@ -18,7 +19,7 @@ from passes.slices.parts import Origin
 from passes.slices.row_rule import type_shape
 from passes.slices.unroll import Unrolled
 
-from ..graph.nodes import aten, fake_result
+from ..graph.nodes import all_storages, allocates_nothing, aten, fake_result, storages
 from ..graph.rewrite import fake_mode
 from .linear_reads import VIEWS
 from .slice_ops import SCALE
@@ -26,6 +27,7 @@ from .slice_ops import SCALE
 # Arguments that are sizes of the result.
 SIZES = {**dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)}
 SIZES |= {aten.slice_backward.default: 1, aten.zeros.default: 0, aten.full.default: 0}
+WIDE = torch.float32  # in which parts of sums in half precision are added up
 WRITERS = {
     parts.WRITE: aten.copy_.default,
     parts.ADD: aten.add_.Tensor,
@@ -50,13 +52,19 @@ def sliced_graph(graph: fx.Graph, unrolled: Unrolled) -> fx.Graph:
 
 
 class _Writer:
-    """Builds the new graph; `env` maps names of the trace to its nodes."""
+    """Builds the new graph.
+
+    Attributes:
+        env: maps names of the trace to its nodes.
+        fresh: values that were views, and have storages of their own.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.mode = fake_mode(graph)
         self.old = {node.name: node for node in graph.nodes}
         self.new = fx.Graph()
         self.env: dict[str, fx.Node] = {}
+        self.fresh: set[fx.Node] = set()
 
     def add(self, op: Op, origin: Origin | None) -> None:
         """Add the node of a line."""
@@ -65,8 +73,13 @@ class _Writer:
         self.env[op.name] = node
 
     def _captured(self, op: Op) -> fx.Node:
-        node = self.new.node_copy(self.old[op.name], lambda read: self.env[read.name])
-        node.meta = dict(self.old[op.name].meta)
+        source = self.old[op.name]
+        node = self.new.node_copy(source, lambda read: self.env[read.name])
+        node.meta = dict(source.meta)
+        is_view = not storages(source).isdisjoint(all_storages(source.all_input_nodes))
+        if is_view and not self.fresh.isdisjoint(node.all_input_nodes):
+            node.meta["val"] = fake_result(node, self.mode)
+            self.fresh.add(node)
         return node
 
     def _added(self, op: Op, origin: Origin) -> fx.Node:
@@ -80,16 +93,41 @@ class _Writer:
         if op.fn == ONE:
             return self._call(op, aten.ones.default, list(value.shape), **where)
         if op.fn == parts.EMPTY:
-            return self._shared(
-                self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where), value
-            )
+            return self._room(op, source, **where)
         if op.fn == SCALE_LINE:
-            return self._shared(self._call(op, SCALE, *reads), value)
+            return self._whole(self._call(op, SCALE, *reads), reads[0])
         if op.fn == parts.ALL and op.name == source.name:
-            return self._shared(self._call(op, aten.alias.default, *reads), value)
+            return self._whole(self._call(op, aten.alias.default, *reads), reads[0])
+        if op.fn == parts.CAST and op.name.endswith(("__sum", "__parts")) and op.reads != self._reads(source):
+            node = self._call(
+                op, aten._to_copy.default, *reads, dtype=WIDE if op.name.endswith("__sum") else value.dtype
+            )
+            return self._shared(node, value) if op.name.endswith("__parts") else node
         if op.fn in WRITERS:
             return self._call(op, WRITERS[op.fn], *reads)
         return self._part(op, source, reads)
+
+    def _room(self, op: Op, source: fx.Node, **where: Any) -> fx.Node:
+        """Return a node that makes room for a value; that of a view, which may have gaps, is dense."""
+        value: Tensor = source.meta["val"]
+        is_view = allocates_nothing(source)
+        if is_view:
+            with self.mode:
+                value = torch.empty_like(value)
+        node = self._call(op, aten.empty_strided.default, list(value.shape), list(value.stride()), **where)
+        if not is_view:
+            return self._shared(node, value)
+        self.fresh.add(node)
+        return node
+
+    def _whole(self, node: fx.Node, parts: fx.Node) -> fx.Node:
+        """Let a node share the fake value of what it is an alias of."""
+        self.fresh |= {node} if parts in self.fresh else set()
+        return self._shared(node, parts.meta["val"])
+
+    @staticmethod
+    def _reads(source: fx.Node) -> tuple[str, ...]:
+        return tuple(read.name for read in source.all_input_nodes)
 
     def _part(self, op: Op, source: fx.Node, reads: list[fx.Node]) -> fx.Node:
         """Return a captured node that runs on the rows of a part."""

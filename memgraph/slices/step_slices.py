@@ -8,13 +8,15 @@ a saved plan             ->   the slices that it has
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import fx
 
 from passes import Machine, Trace, predict
-from passes.ir.invariants import check
+from passes.ir.invariants import BrokenTrace, check
 from passes.ir.liveness import released
 from passes.slices.chain import Facts
 from passes.slices.choose import choose_slices, of_captured, slice_around
@@ -31,6 +33,9 @@ from .row_losses import write_losses_by_row
 from .sliced_graph import sliced_graph
 
 Parts = Mapping[str, int]  # by the path of a submodule
+# Chains that run nothing twice; those as well whose forward ops run again in backward; none.
+Extent = Literal["once", "twice", "whole"]
+EXTENTS: tuple[Extent, ...] = ("once", "twice", "whole")
 
 
 @dataclass(frozen=True)
@@ -39,21 +44,26 @@ class SliceRequest:
 
     Attributes:
         asked: "auto", parts by the path of a submodule, or None.
-        saved: the slices of a saved plan, which count instead.
+        saved: the slices of each saved plan, which count instead; a call of another step is left whole.
         budget: bytes of the device.
-        reruns: "auto" may take chains whose forward ops run again in backward.
+        extent: how far "auto" goes.
     """
 
     asked: str | Parts | None
-    saved: tuple[Slice, ...]
+    saved: tuple[tuple[Slice, ...], ...]
     budget: int
     device: torch.device
-    reruns: bool = False
+    extent: Extent = "once"
 
     @property
     def is_made(self) -> bool:
         """Return True if any are asked for."""
-        return self.asked is not None or bool(self.saved)
+        return self.saved != () or (self.asked is not None and (self.asked != "auto" or self.extent != "whole"))
+
+    @property
+    def unit(self) -> int:
+        """Return the bytes that an allocation is rounded up to."""
+        return block_nbytes(1, self.device)
 
 
 def in_slices(captured: Captured, request: SliceRequest, with_state: Callable[[Trace], Trace]) -> Captured:
@@ -63,49 +73,54 @@ def in_slices(captured: Captured, request: SliceRequest, with_state: Callable[[T
         with_state: returns a trace with optimizer states and update.
 
     Raises:
-        ValueError: a submodule has no ops that can run in parts, or the step does not have the ops of a saved slice.
+        ValueError: a submodule has no ops that can run in parts.
     """
     if not request.is_made:
         return captured
     trace, machine = summarize(captured.graph.graph), Machine(request.budget, str(request.device))
     peak = predict(with_state(trace), machine).peak
-    if peak <= request.budget and request.asked == "auto" and not request.saved:
+    if not request.saved and request.asked == "auto" and peak <= request.budget:
         return captured
-    graph, slices = _prepared(captured.graph.graph), list[Slice]()
-    states = peak - predict(trace, machine).peak
-    facts, prepared = _facts(graph), released(summarize(graph))
-    machine = replace(machine, budget=request.budget - states)
-    for asked in _asked(request, prepared, machine, facts):
-        before = summarize(graph)
-        cut = asked if isinstance(asked, Slice) else _slice_of(before, prepared, machine, facts, asked, _unit(request))
-        unrolled = unroll(before, cut, _unit(request))
-        check(unrolled.trace)
-        graph = sliced_graph(graph, unrolled)
-        slices.append(cut)
+    room = request.budget - peak + predict(trace, machine).peak  # beside optimizer states
+    graph, slices = _sliced(captured.graph.graph, request, replace(machine, budget=room))
     if not slices:
         return captured
     module = fx.GraphModule(captured.graph, graph)
-    return replace(captured, graph=module, slices=tuple(slices), whole=captured, whole_nbytes=peak)
+    return replace(captured, graph=module, slices=slices, whole=captured, whole_nbytes=peak)
 
 
-def _asked(request: SliceRequest, trace: Trace, machine: Machine, facts: Facts) -> Sequence[Slice | tuple[str, int]]:
-    """Return slices, or submodules with their parts."""
-    if request.saved:
-        return request.saved
-    if isinstance(request.asked, Mapping):
-        return tuple(request.asked.items())
-    return choose_slices(trace, machine, facts, _unit(request), request.reruns).slices
-
-
-def _unit(request: SliceRequest) -> int:
-    """Return the bytes that an allocation is rounded up to."""
-    return block_nbytes(1, request.device)
-
-
-def _prepared(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph in a form that has chains."""
+def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[fx.Graph, tuple[Slice, ...]]:
+    """Return a copy of the graph in slices, and these."""
     graph = copy_graph(graph)
     write_losses_by_row(graph)
+    for slices in request.saved:
+        with suppress(ValueError, RuntimeError, ZeroDivisionError, BrokenTrace):  # other ops, or other sizes
+            return _carried_out(graph, slices, request.unit), slices
+    if request.saved:
+        return graph, ()
+    facts, captured = _facts(graph), released(summarize(graph))
+    if not isinstance(request.asked, Mapping):
+        slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice").slices
+        return _carried_out(graph, slices, request.unit), slices
+    slices = ()
+    for path, parts in request.asked.items():
+        trace = released(summarize(graph))
+        known = of_captured(facts, captured, trace)
+        cut = _slice_of(trace, machine, known, path, parts, request.unit)
+        graph, slices = _carried_out(graph, (cut,), request.unit), (*slices, cut)
+    return graph, slices
+
+
+def _carried_out(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> fx.Graph:
+    """Return the graph in slices.
+
+    Raises:
+        ValueError, RuntimeError, BrokenTrace: it is not the graph that they were made for.
+    """
+    for cut in slices:
+        unrolled = unroll(summarize(graph), cut, unit)
+        check(unrolled.trace)
+        graph = sliced_graph(graph, unrolled)
     return graph
 
 
@@ -122,15 +137,11 @@ def _facts(graph: fx.Graph) -> Facts:
     return facts
 
 
-def _slice_of(
-    trace: Trace, captured: Trace, machine: Machine, facts: Facts, asked: tuple[str, int], unit: int
-) -> Slice:
+def _slice_of(trace: Trace, machine: Machine, facts: Facts, path: str, parts: int, unit: int) -> Slice:
     """Return the chain around the largest value of a submodule that is not in parts already."""
-    path, parts = asked
-    known = of_captured(facts, captured, trace)
-    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path) and known(op.name).rules]
+    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path) and facts(op.name).rules]
     for op in sorted(own, key=lambda op: -op.nbytes):
-        if (found := slice_around(trace, machine, known, op.name, parts, unit)) is not None:
+        if (found := slice_around(trace, machine, facts, op.name, parts, unit)) is not None:
             return found
     raise ValueError(
         f"slices has {path!r}, which has no ops left that can run in parts; leave it out, or give slices='auto'"

@@ -36,8 +36,10 @@ def find_chains(trace: Trace, facts: Facts, seed: str, parts: int) -> Iterator[S
 
     A chain of forward and backward runs in forward if it may; otherwise backward runs forward ops of it again.
     """
-    shape = type_shape(trace.op[seed].type)
     rules = facts(seed).rules
+    if not rules:
+        return  # among others an op of several results
+    shape = type_shape(trace.op[seed].type)
     users, made = _users(trace), frozenset(made.name for op in trace.ops if not op.is_input for made in op.makes)
     ways = [(rows_of(shape, rule.makes), rule) for rule in rules if rule.makes is not None]
     batches = {type_shape(op.type)[0] for op in trace.ops if op.fn == "input" and type_shape(op.type)}

@@ -77,8 +77,9 @@ def of_captured(facts: Facts, captured: Trace, trace: Trace) -> Facts:
     """Return the facts of the ops that are as captured: slices give names of captured ops to others."""
 
     def known(name: str) -> RowFacts:
-        same = name in captured.op and captured.op[name].fn == trace.op[name].fn
-        return facts(name) if same else RowFacts()
+        old, new = captured.op.get(name), trace.op[name]
+        is_same = old is not None and (old.fn, old.reads, old.type) == (new.fn, new.reads, new.type)
+        return facts(name) if is_same else RowFacts()
 
     return known
 

@@ -31,16 +31,18 @@ class Hoisted:
         before: backward ops outside of the chain that it depends on; they are copied.
         scales: values of the chain that depend on the tangent, and that other ops read.
         dropped: backward ops that nothing reads any more.
+        mark: behind the names of what is computed with a tangent of 1; another slice has its own.
     """
 
     tangent: Op
     before: tuple[str, ...]
     scales: frozenset[str]
     dropped: frozenset[str]
+    mark: str = "__one"
 
     def source(self, value: str) -> str:
         """Return the name of a value when it is computed in forward."""
-        return f"{value}__one" if value in self.before or value == self.tangent.name else value
+        return f"{value}{self.mark}" if value in self.before or value == self.tangent.name else value
 
     def prologue(self, trace: Trace) -> Iterable[Op]:
         """Yield the tangent of 1, and the copies of ops outside of the chain."""
@@ -68,7 +70,8 @@ def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
     """Return what runs in forward; None if the chain is in one phase.
 
     Raises:
-        ValueError: the chain depends on several tangents, on none, or on one that is not a scalar.
+        ValueError: the chain depends on several tangents, on none, or on one that is not a scalar; or what it needs of
+            backward can't run in forward as well.
     """
     phases = {trace.op[name].phase for name in chain}
     if phases != {"forward", "backward"}:
@@ -78,10 +81,14 @@ def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
     if len(tangents) != 1 or not tangents[0].type.endswith("[]"):
         raise ValueError(f"the chain depends on {len(tangents)} tangents; it can run in forward with one, of a scalar")
     outside = tuple(op.name for op in before if not op.is_input)
+    if repeats := [name for name in outside if trace.op[name].once or trace.op[name].draws]:
+        raise ValueError(f"the chain depends on {repeats[0]}, which may run once, and in backward")
     dependent = _dependents(trace, tangents[0].name, {*outside, *chain})
     read = {read for op in trace.ops if op.name not in chain for read in op.reads} | {v for _, v in trace.outputs}
     scales = frozenset(name for name in chain if name in dependent and name in read)
-    return Hoisted(tangents[0], outside, scales, _dropped(trace, chain, outside, scales))
+    number = sum(op.fn == ONE for op in trace.ops)  # slices that have their own
+    mark = f"__one{number + 1}" if number else "__one"
+    return Hoisted(tangents[0], outside, scales, _dropped(trace, chain, outside, scales), mark)
 
 
 def can_hoist(trace: Trace, chain: Collection[str], facts: Callable[[str], RowFacts]) -> bool:

@@ -5,7 +5,8 @@
     g = mm(b, v)              x__p2 = slice(x);  ...
                               g = alias(g__parts)
 
-What later ops read is written row by row into room for all, and sums over rows are added up in place.
+What later ops read is written row by row into room for all, and sums over rows are added up in place: those in half
+precision in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .slice import Slice
 ROWS, EMPTY, WRITE = "aten.slice.Tensor", "aten.empty_strided.default", "aten.copy_.default"
 ADD, ADD_PRODUCT, PRODUCT = "aten.add_.Tensor", "aten.addmm_.default", "aten.mm.default"
 ADD_BATCHED, BATCHED = "aten.baddbmm_.default", "aten.bmm.default"
-ALL = "aten.alias.default"
+ALL, CAST = "aten.alias.default", "aten._to_copy.default"
+HALF = ("bf16", "f16")
 SUMS = {PRODUCT: ADD_PRODUCT, BATCHED: ADD_BATCHED}  # products that are added to what is there
 WRITES = (WRITE, ADD, *SUMS.values())
 
@@ -62,7 +64,7 @@ class PartWriter:
         """Write them, and return this writer."""
         if self.block.early:
             for op in self.block.early.prologue(self.trace):
-                self._add(op, Origin(op.name.removesuffix("__one")))
+                self._add(op, Origin(op.name.removesuffix(self.block.early.mark)))
         for name in self.block.names:
             if self.cut.rule[name].makes is not None and name in self.block.returned:
                 self._add(self._room(self.trace.op[name]), Origin(name))
@@ -70,6 +72,8 @@ class PartWriter:
             for name in self.block.names:
                 self._run(self.trace.op[name], part, rows)
         for name in self.block.names:
+            if self.cut.rule[name].makes is None and self._is_rounded(name):
+                self._add(self._cast(self.trace.op[name], self._base(name), self._sum_of(name)), Origin(name))
             if name in self.block.returned and name not in self._scaled:
                 self._add(
                     self._line(name, ALL, (self._base(name),), self.trace.op[name], self._base(name)), Origin(name)
@@ -92,15 +96,31 @@ class PartWriter:
 
     def _sum(self, op: Op, reads: list[str], part: int, rows: PartRows) -> None:
         """Write an op whose results are added up."""
-        base, name, origin = self._base(op.name), self._name(op.name, part), Origin(op.name)
-        if part == 1:
+        base, name, origin = self._sum_of(op.name), self._name(op.name, part), Origin(op.name)
+        if part == 1 and not self._is_rounded(op.name):
             self._add(self._run_again(op, base, reads, rows), origin)
-        elif op.fn in SUMS:
+        elif part == 1:
+            self._add(self._run_again(op, name, reads, rows), origin)
+            self._add(self._cast(replace(op, type=_wide(op.type)), base, name), origin)
+        elif op.fn in SUMS and not self._is_rounded(op.name):
             line = self._line(name, SUMS[op.fn], (base, *reads), op, base)
             self._add(self._priced(line, op, rows), origin)
         else:
             self._add(self._run_again(op, name, reads, rows), origin)
-            self._add(self._line(f"{op.name}__add{part}", ADD, (base, name), op, base), origin)
+            self._add(self._line(f"{op.name}__add{part}", ADD, (base, name), self._known(base), base), origin)
+
+    def _is_rounded(self, value: str) -> bool:
+        """Return True for a sum in half precision: parts are added up in float32."""
+        return self.trace.op[value].type.startswith(HALF)
+
+    def _sum_of(self, value: str) -> str:
+        """Return the name of what parts are added to."""
+        return f"{value}__sum" if self._is_rounded(value) else self._base(value)
+
+    def _cast(self, like: Op, name: str, source: str) -> Op:
+        """Return an op that casts a value to the type of another."""
+        made = Storage(name, self._rounded(type_nbytes(like.type)))
+        return Op(name, CAST, (source,), (made,), (name,), self.block.phase, type=like.type, where=like.where)
 
     def _run_again(self, op: Op, name: str, reads: list[str], rows: PartRows) -> Op:
         """Return an op on the rows of a part whose result is as large as that on all."""
@@ -125,6 +145,8 @@ class PartWriter:
 
     def _rows(self, source: str, dims: Dims, part: int, rows: PartRows, name: str) -> str:
         """Write views that lead to the rows of a part, and return the name of the last."""
+        while name in self.trace.op:  # of another slice
+            name = f"{name}_"
         if name in self.made:
             return name
         base = self._known(source)
@@ -189,6 +211,11 @@ class PartWriter:
     def _add(self, op: Op, origin: Origin) -> None:
         self.ops.append(op)
         self.made[op.name], self.origins[op.name] = op, origin
+
+
+def _wide(type: str) -> str:
+    """Return a type in float32."""
+    return f"f32[{type.partition('[')[2]}"
 
 
 def _typed(type: str, shape: tuple[int, ...]) -> str:

@@ -40,7 +40,8 @@ class RowFacts:
 
     Attributes:
         rules: the ways; none if it can't.
-        linear: groups of reads, by position. The op is linear in the reads of a group together.
+        linear: groups of reads, by position. The op is linear in the reads of a group together, while others are fixed;
+            in some of them it need not be, as in x of x + y.
     """
 
     rules: tuple[RowRule, ...] = ()
@@ -48,7 +49,7 @@ class RowFacts:
 
     def is_linear(self, reads: set[int]) -> bool:
         """Return True if the op is linear in these reads together."""
-        return any(reads <= set(group) for group in self.linear)
+        return any(reads == set(group) for group in self.linear)
 
 
 def parse_rule(text: str) -> RowRule:

@@ -64,19 +64,29 @@ def _placed(trace: Trace, ops: Sequence[Op], block: Block, written: Iterable[Op]
     between = [op for op in ops[first:end] if op.name not in own]
     before = [op for op in between if op.name in needed or op.is_input]
     behind = [op for op in between if op.name not in needed and not op.is_input]
-    _check_order(between, before)
+    _check_order(ops, [*before, *(op for op in ops if op.name in own), *behind])
     late = ops[end:]
     if early := block.early:
         late = [early.scaled(op) if op.name in early.scales else op for op in late if op.name not in early.dropped]
     return [*ops[:first], *before, *written, *behind, *late]
 
 
-def _check_order(between: Sequence[Op], before: Sequence[Op]) -> None:
-    """Check that ops which draw random numbers or write in place stay in their order."""
-    ordered = [op for op in between if op.draws or op.once]
-    moved = [op for op in before if op.draws or op.once]
-    if moved != ordered[: len(moved)]:
-        raise ValueError(f"{moved[-1].name} would run before {ordered[0].name}, and their order matters")
+def _check_order(before: Sequence[Op], after: Sequence[Op]) -> None:
+    """Check that ops that draw random numbers, or write to a storage that others read, stay in their order.
+
+    Raises:
+        ValueError: some of them don't.
+    """
+    index = {op.name: i for i, op in enumerate(before)}
+    holds = {op.name: op.holds for op in before}
+    last: dict[str, int] = {}
+    for op in after:
+        touched = {made.name for made in op.makes}.union(*(holds[read] for read in op.reads))
+        orders = [f"{held} in place" for held in touched if op.once] + ["the generator"] * bool(op.draws)
+        for shared in orders:
+            if index[op.name] < last.get(shared, -1):
+                raise ValueError(f"{op.name} changes or reads {shared}, and would run behind ops that follow it")
+            last[shared] = index[op.name]
 
 
 def _with_new_storages(trace: Trace, ops: Iterable[Op]) -> Iterator[Op]:

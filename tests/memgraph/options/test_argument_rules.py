@@ -46,6 +46,7 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "pinned": NO_BUDGET,
     "cuda_graphs": [1, 0, None, np.ones(2), ["auto"]],
     "opaque": [1, 0, None, "encoder", np.ones(2)],
+    "slices": [3, True, ["lm_head"], b"auto", np.ones(2), [None]],
 }
 NO_SUCH: dict[str, list[Any]] = {
     "budgets": [[], ()],
@@ -57,6 +58,7 @@ NO_SUCH: dict[str, list[Any]] = {
     "lower": ["triton", "", "Inductor"],
     "cuda_graphs": ["yes", "", "True"],
     "opaque": [[1], [None]],
+    "slices": ["yes", "", "Auto", {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, {"head": None}],
 }
 WRONG_OF_SHARDS: dict[str, list[Any]] = {
     "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), nn.ModuleList(), "weight"],
