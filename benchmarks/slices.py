@@ -1,11 +1,15 @@
 """Compare a head and its loss in slices with other ways to keep logits from existing whole.
 
     python -m benchmarks.slices heads [--rounds 5] [--only gpt2] [--parts 16]
+    python -m benchmarks.slices peaks
     python -m benchmarks.slices longest [--budget 600MB]
 
 `heads`: the peak of a whole step, and its CPU time over eager's, all steps in turn in one process.  Beside eager and
 memgraph run a loss over chunks of the tokens that are checkpointed, and one whose gradient is made in forward, as
 libraries of fused losses do.  Models are of transformers, in their stock configuration but for the sizes in `MODELS`.
+
+`peaks`: the peaks that are forecast for longer batches, without a run: bytes of parameters, gradients, activations and
+temporaries, and no workspaces.
 
 `longest`: the longest sequence that trains within a budget: eager, each block checkpointed, and memgraph.
 """
@@ -28,7 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memgraph
 from benchmarks.clock import Pairs, Step, in_turn, peak, step_of
+from memgraph.capture.capture import capture
+from memgraph.graph.summarize import summarize
+from memgraph.slices.step_slices import SliceRequest, in_slices
 from memgraph.system.byte_sizes import budget_nbytes
+from passes import Machine, predict
 
 CHUNK = 64  # tokens of a chunk, in the losses by hand
 SAME = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 128_000}
@@ -169,6 +177,26 @@ def _print(title: str, taken: dict[str, list[float]], peaks: dict[str, int], par
         named = f"{way}, {parts} parts" if way == "memgraph" else way
         median = f"{sorted(seconds)[len(seconds) // 2]:.2f}"
         table.add_row(named, f"{peaks[way] / 1e6:.1f}", share, median, pairs.ratio_text, pairs.spread_text)
+    Console(width=120).print(table)
+
+
+@app.command()
+def peaks(parts: int = 64) -> None:
+    """Print the forecast peak of a step whole and in slices, for batches of several lengths."""
+    table = Table(
+        "model", "tokens", "whole MB", "in slices MB", "saved", title=f"{parts} parts, {_machine()}", box=None
+    )
+    for name in MODELS:
+        model = Model.of(name)
+        for samples in (1, 2, 4, 8):
+            ids = torch.randint(0, model.vocabulary, (samples, 1024))
+            captured = capture(LossAlone(model.whole), (ids,), {})
+            request = SliceRequest({"model.lm_head": parts}, (), 0, torch.device("cpu"))
+            sliced = in_slices(captured, request, lambda trace: trace)
+            machine = Machine(0)
+            before, after = (predict(summarize(each.graph.graph), machine).peak for each in (captured, sliced))
+            saved = f"{after / before - 1:+.1%}"
+            table.add_row(name, str(ids.numel()), f"{before / 1e6:.0f}", f"{after / 1e6:.0f}", saved)
     Console(width=120).print(table)
 
 
