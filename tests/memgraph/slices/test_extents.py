@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import planner
-from memgraph.profile.memory_meter import resident_bytes
 from tests.memgraph.slices.test_training import ROOM, assert_near, batch, step
 from tests.support.compare import same_gradients
 from tests.support.sliced_models import VOCABULARY, WIDTH, cross_entropy
+
+INNER = 32
+WHOLE = 1_280_000  # bytes for which the step has a plan, and the step in slices has none
 
 
 class Beside(nn.Module):
@@ -25,8 +27,8 @@ class Beside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY, bias=False)
-        self.wide = nn.Linear(64, 384, bias=False)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, INNER), nn.Linear(INNER, VOCABULARY, bias=False)
+        self.wide = nn.Linear(INNER, 384, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = torch.tanh(self.embedding(tokens))
@@ -39,36 +41,38 @@ def beside() -> nn.Module:
     return Beside()
 
 
-def smallest(slices: Any) -> int:
-    """Return the least budget for which a plan is found."""
-    module = beside()
-    held = resident_bytes([*module.parameters(), *batch()])
+@pytest.fixture
+def only_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "auto" not try the whole step."""
+    monkeypatch.setattr(planner, "EXTENTS", ("once", "twice"))
+
+
+def smallest(budget: int = 10**6) -> int:
+    """Return the least budget that the error for a smaller one names."""
     with pytest.raises(memgraph.BudgetError) as caught:
-        memgraph.plan(module, *batch(), budget=held + 10**4, slices=slices, offload=None, time_limit=1)
+        memgraph.plan(beside(), *batch(), budget=budget, slices="auto", offload=None, time_limit=1)
     return caught.value.smallest
 
 
-def test_a_step_that_fits_whole_alone_is_planned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(planner, "EXTENTS", ("once", "twice"))
-        in_slices = smallest("auto")
-    whole = smallest(None)
-    assert whole < in_slices
+@pytest.mark.usefixtures("only_slices")
+def test_slices_alone_do_not_fit() -> None:
+    assert smallest(WHOLE) > WHOLE
+
+
+def test_a_step_that_fits_whole_alone_is_planned_whole() -> None:
     module = beside()
     eager = copy.deepcopy(module)
-    budget = (whole + in_slices) // 2
-    with monkeypatch.context() as patch, pytest.raises(memgraph.BudgetError):
-        patch.setattr(planner, "EXTENTS", ("once", "twice"))
-        memgraph.plan(beside(), *batch(), budget=budget, slices="auto", offload=None)
-    model = memgraph.compile(module, budget, slices="auto", offload=None)
+    model = memgraph.compile(module, WHOLE, slices="auto", offload=None)
     assert torch.equal(step(model), step(eager))
     assert same_gradients(module, eager)  # nothing is added in another order
     report = model.plan
-    assert report.slices == () and report.measured is not None and report.measured <= report.peak <= budget
+    assert report.slices == () and report.measured is not None and report.measured <= report.peak <= WHOLE
 
 
-def test_the_error_names_the_least_budget_of_all_extents() -> None:
-    assert smallest("auto") == smallest(None)
+def test_the_error_names_the_least_budget_of_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = smallest()
+    monkeypatch.setattr(planner, "EXTENTS", ("once", "twice"))
+    assert least < smallest()
 
 
 class Column(nn.Module):
