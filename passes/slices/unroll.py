@@ -90,20 +90,21 @@ def _check_order(before: Sequence[Op], after: Sequence[Op]) -> None:
 
 
 def _with_new_storages(trace: Trace, ops: Iterable[Op]) -> Iterator[Op]:
-    """Yield the ops; later views of what a slice makes hold its new storages."""
-    holds: dict[str, tuple[str, ...]] = {}
+    """Yield the ops; later views of what a slice makes, in a second block too, hold its new storages."""
+    before = {op.name: op.holds for op in trace.ops}
+    after: dict[str, tuple[str, ...]] = {}
     for op in ops:
+        before.setdefault(op.name, op.holds)
         own = {made.name for made in op.makes}
         moved = {
             old: new
             for read in op.reads
-            if read in trace.op
-            for old, new in zip(trace.op[read].holds, holds[read], strict=True)
-            if old != new
+            for old, new in zip(before[read], after[read], strict=True)
+            if old != new and old not in own
         }
-        if op.name in trace.op and not moved.keys().isdisjoint(op.holds):
-            op = replace(op, holds=tuple(held if held in own else moved.get(held, held) for held in op.holds))
-        holds[op.name] = op.holds
+        if not moved.keys().isdisjoint(op.holds):
+            op = replace(op, holds=tuple(moved.get(held, held) for held in op.holds))
+        after[op.name] = op.holds
         yield op
 
 

@@ -54,6 +54,8 @@ FACTS: Mapping[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
     "mul": (BOTH, ((0,), (1,))),
     "plus": (BOTH, ((0, 1),)),
     "add": (("0:1<0:1,0:1", "1:2<1:2,-"), ((0, 1),)),  # a column to a matrix
+    "by": (("0:1<0:1,0:1", "1:2<1:2,-"), ((0,), (1,))),
+    "across": (("0:1<0:1",), ((0,),)),
     "scale": (("0:1<-,0:1", "1:2<-,1:2"), ((0,), (1,))),
     "t": (("0:1<1:2", "1:2<0:1"), ((0,),)),
     "split": (("0:2<0:1",), ((0,),)),
@@ -115,6 +117,8 @@ RUNS: dict[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "plus": np.add,
     "add": np.add,
+    "by": np.multiply,
+    "across": lambda x: x.sum(1, keepdims=True),
     "scale": np.multiply,
     "t": np.transpose,
     "total": np.sum,
@@ -130,11 +134,12 @@ RUNS: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class _Writer:
-    """Writes ops as lines; `wide` are the forward values of [8, 16], `grads` the backward ones."""
+    """Writes ops as lines; `wide` are the forward values of [8, 16], `columns` of [8, 1], `grads` the backward ones."""
 
     draw: st.DrawFn
     lines: list[str] = field(default_factory=list)
     wide: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=lambda: ["y"])
     grads: list[str] = field(default_factory=list)
     handed: list[str] = field(default_factory=list)
 
@@ -151,7 +156,7 @@ class _Writer:
     def forward(self) -> None:
         """Write ops on rows, sums over them, and ops that mix rows."""
         self.wide.append(self.add("aten.mm.default", ("x", "w")))
-        for kind in self.draw(st.lists(st.integers(0, 6), max_size=8)):
+        for kind in self.draw(st.lists(st.integers(0, 7), max_size=8)):
             one, other = self.pick(self.wide), self.pick(self.wide)
             match kind:
                 case 0 | 1:
@@ -159,18 +164,20 @@ class _Writer:
                 case 2 | 3 if one != other:
                     self.wide.append(self.add(("plus", "mul")[kind - 2], (one, other)))
                 case 4:
-                    self.wide.append(self.add("add", (one, "y")))
+                    self.wide.append(self.add("add", (one, self.pick(self.columns))))
                 case 5:
                     self.wide.append(self.add("mixed", (one,)))  # which has no facts
                 case 6:
                     self.handed.append(f"output {self.add('total', (one,), '')}")
+                case 7:
+                    self.columns.append(self.add("across", (one,), "8, 1"))
         self.handed.append(f"output {self.add('total', (self.wide[-1],), '')}")
 
     def backward(self) -> None:
         """Write ops that are linear in the tangent, or not, and gradients."""
         self.lines.append("backward:")
         self.grads.append(self.add("scale", ("g", self.pick(self.wide))))
-        for kind in self.draw(st.lists(st.integers(0, 4), max_size=6)):
+        for kind in self.draw(st.lists(st.integers(0, 5), max_size=6)):
             one, other = self.pick(self.grads), self.pick(self.grads)
             match kind:
                 case 0:
@@ -181,6 +188,8 @@ class _Writer:
                     self.grads.append(self.add("plus", (one, self.pick(self.wide))))  # linear in neither alone
                 case 3:
                     self.grads.append(self.add("square", (one,)))  # not linear
+                case 5:
+                    self.grads.append(self.add("by", (one, self.pick(self.columns))))
                 case 4:
                     x_t = self.add("t", ("x",), "4, 8", "x")
                     self.handed.append(f"gradient {self.add('aten.mm.default', (x_t, one), '4, 16')}")

@@ -106,6 +106,41 @@ class Mixers(nn.Module):
         return x.square().mean()
 
 
+class Block(nn.Module):
+    """A block of a transformer, with its scores of attention and its hidden values written out."""
+
+    def __init__(self, drop: float, inner: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+        self.drop, self.inner = nn.Dropout(drop), nn.Dropout(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        scores = ((q @ k.transpose(-1, -2)) * (width // 2) ** -0.5).softmax(-1)
+        x = x + self.drop(self.out((scores @ v).transpose(1, 2).reshape(batch, length, width)))
+        return x + self.drop(self.down(self.inner(F.gelu(self.up(self.second(x))))))
+
+
+class Blocks(nn.Module):
+    """A small transformer without a head: dropout behind attention and MLP, and `inner` dropout of hidden values."""
+
+    def __init__(self, drop: float = 0.0, inner: float = 0.0, count: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(drop, inner) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def rows(batch: int = 2, length: int = 12) -> Tensor:
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
 def tokens(batch: int = 2, length: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     first, second = (torch.randint(VOCABULARY, (batch, length), generator=generator) for _ in range(2))
@@ -172,7 +207,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     "a bias": _headed(cross_entropy, bias=True),
     "two heads": lambda: (Heads(), tokens(), {}),
     "logits returned": lambda: (Returning(cross_entropy), tokens(), {}),
-    "wide layers": lambda: (Mixers(), (torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1)),), {}),
+    "wide layers": lambda: (Mixers(), (rows(2, 6),), {}),
+    "a transformer": lambda: (Blocks(), (rows(),), {}),
+    "dropout behind blocks": lambda: (Blocks(drop=0.2), (rows(),), {}),
+    "dropout in blocks": lambda: (Blocks(drop=0.2, inner=0.3), (rows(1, 48),), {}),
 }
 
 

@@ -254,6 +254,32 @@ def test_a_write_stays_behind_the_reads_before_it() -> None:
         unroll(trace, parse_slice("slice 8 rows in 2 parts: a[0:1<0:1] b[0:1<0:1,0:1]"))
 
 
+def test_backward_reads_rows_of_what_forward_has_kept() -> None:
+    """k is small, and kept; a is large, and runs again."""
+    trace = parse("""
+        forward:
+        x = input()  # f32[8, 4] | makes x:128
+        w = parameter()  # f32[4, 16] | makes w:256
+        g = tangent()  # f32[] | makes g:4
+        a = aten.mm.default(x, w)  # f32[8, 16] | makes a:512
+        k = across(a)  # f32[8, 1] | makes k:32
+        l = total(k)  # f32[] | makes l:4
+        backward:
+        s = scale(g, a)  # f32[8, 16] | makes s:512
+        b = plus(s, a)  # f32[8, 16] | makes b:512
+        c = by(b, k)  # f32[8, 16] | makes c:512
+        w_t = t(w)  # f32[16, 4] | holds w
+        d = aten.mm.default(c, w_t)  # f32[8, 4] | makes d:128
+        return output l, input_gradient d
+    """)
+    cut = next(cut for cut in find_chains(trace, facts_of(trace), "a", 2) if cut.rule["a"].makes == (0, 1))
+    found = unroll(trace, cut)
+    check(found.trace)
+    assert cut.reruns and "a__r1" in found.trace.op and "k__r1" not in found.trace.op
+    assert str(found.trace.op["k__0_1__r2"]) == "k__0_1__r2 = aten.slice.Tensor(k)  # f32[4, 1] | holds k__parts"
+    assert same(run(trace), run(found.trace, found.origins))
+
+
 @settings(max_examples=150, deadline=None)
 @given(trace=row_steps(), parts=st.sampled_from((2, 3, 5, 8)), data=st.data())
 def test_a_step_in_a_slice_computes_the_same(trace: Trace, parts: int, data: st.DataObject) -> None:
