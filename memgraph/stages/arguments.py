@@ -47,6 +47,7 @@ class PipelineArguments:
         replicated: names or positions of arguments that are not divided.
         offload: the tier that values may go to; None if they stay.
         spill_dir: its folder.
+        time_limit: seconds of planning; None for the default.
         delay: of zero_bubble, at most.
     """
 
@@ -59,6 +60,7 @@ class PipelineArguments:
     replicated: tuple[str | int, ...] = ()
     offload: str | None = None
     spill_dir: Folder = None
+    time_limit: float | None = None
     delay: int = 0
 
     @property
@@ -109,6 +111,7 @@ class GivenArguments:
     replicated: Sequence[str | int]
     offload: str | None
     spill_dir: Folder = field(repr=False)  # each rank may have its own
+    time_limit: float | None
     functions: Mapping[str, object] = field(repr=False)
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
@@ -152,6 +155,7 @@ class GivenArguments:
         offload, spill_dir = (
             check_argument(name, value) for name, value in (("offload", self.offload), ("spill_dir", self.spill_dir))
         )
+        time_limit = check_argument("time_limit", self.time_limit)
         if spill_dir is not None:
             spill_folder(spill_dir)
         meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
@@ -190,6 +194,7 @@ class GivenArguments:
             replicated,
             tier_name(offload, device),
             spill_dir,
+            time_limit,
         )
 
 

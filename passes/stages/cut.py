@@ -11,6 +11,7 @@ until it has been planned: then no cut is better.  Source of the recursion: AdaP
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from .interval_costs import IntervalCosts
 from .partition import partition
 
 ROUNDS = 32  # cuts that are planned, at most
+LATE_ROUNDS = 8  # of them, once time is up and none fits
 CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
 
 
@@ -64,7 +66,7 @@ PlanStage = Callable[[Stage], float]  # returns its time with a plan, and infini
 
 def best_cut(
     costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], plan: PlanStage | None = None,
-    copy_us: float = math.inf,
+    copy_us: float = math.inf, until: float = math.inf,
 ) -> Cut:  # fmt: skip
     """Return the cut into as many stages as there are budgets.
 
@@ -73,6 +75,7 @@ def best_cut(
         forwards: the forwards of each stage that are open at once.
         plan: the time of a planned stage, the same whenever it is asked. Without it, the times are lower bounds.
         copy_us: the least time that a plan takes to offload and reload a byte; infinite without a tier.
+        until: when a cut that fits is not improved any more, as `time.monotonic` has it.
 
     Raises:
         ValueError: there are more stages than places to cut.
@@ -85,7 +88,7 @@ def best_cut(
         return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
     us = all_bounds(costs, budgets, forwards, copy_us)
     best: Cut | None = None
-    for _ in range(ROUNDS if plan is not None else 1):
+    for done in range(1, 1 + (ROUNDS if plan is not None else 1)):
         bound, at = search(us)
         if not np.isfinite(bound):
             break
@@ -100,6 +103,8 @@ def best_cut(
         if np.isfinite(cut.slowest_us) and (best is None or cut.slowest_us < best.slowest_us):
             best = cut
         if best is not None and best.slowest_us <= bound * CLOSE:
+            break
+        if time.monotonic() >= until and (best is not None or done >= LATE_ROUNDS):
             break
     if best is None:
         raise _too_small(costs, budgets)
@@ -128,10 +133,10 @@ def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) ->
 
 def _put_in(us: list[Floats], at: Sequence[int], times: Sequence[float]) -> None:
     """Put in the times of planned stages. One that does not fit rules out all that contain it."""
-    for k, ((i, j), time) in enumerate(zip(pairwise(at), times, strict=True)):
+    for k, ((i, j), planned) in enumerate(zip(pairwise(at), times, strict=True)):
         us[k] = us[k].copy()  # stages of equal bounds share an array
-        if np.isfinite(time):
-            us[k][i, j] = time
+        if np.isfinite(planned):
+            us[k][i, j] = planned
         else:
             us[k][: i + 1, j:] = np.inf
 
