@@ -81,8 +81,8 @@ class WholeStep:
 
     @cached_property
     def gradients(self) -> dict[str, str]:
-        """Map each gradient, or each part of one that is a sum, to its parameter."""
-        return {part: name for name, value in self._gradients for part in self.costs.places.parts(value)}
+        """Map each gradient, and each term of one that is a sum, to its parameter."""
+        return {term: name for name, value in self._gradients for term in self.costs.places.terms(value)}
 
     @property
     def _gradients(self) -> list[tuple[str, str]]:
