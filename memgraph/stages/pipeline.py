@@ -115,17 +115,15 @@ class Pipeline:
     """A model in stages. Each rank runs one of them, and has its parameters and their gradients.
 
     Attributes:
-        optimizer: of the stage's parameters, once the stages are cut; None if none was asked for. Where a stage trains
-            no parameter it has an empty one, so that all ranks make the same calls.
+        timeline: when this rank began and ended each action of the latest step.
     """
-
-    optimizer: optim.Optimizer | None = None
 
     def __init__(
         self, module: nn.Module, group: StageGroup, given: PipelineArguments, make: MakeOptimizer | None
     ) -> None:
         self.module, self.group, self.given = module, group, given
         self._make = make
+        self._optimizer: optim.Optimizer | None = None
         self._versions: dict[str, int] = {}  # of tensors that were on the meta device
         self._first: FirstCut | None = None
         self._plans = KeptPlans()
@@ -133,7 +131,7 @@ class Pipeline:
         self._failed = False
         self._loss_scale = 1.0
         self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
-        self.timeline: list[ActionTimes] = []  # of the latest step on this rank
+        self.timeline: list[ActionTimes] = []
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
@@ -173,6 +171,14 @@ class Pipeline:
         return runs.loss
 
     __call__ = step
+
+    @property
+    def optimizer(self) -> optim.Optimizer | None:
+        """The optimizer of the stage's parameters; None if none was asked for.
+
+        Where a stage trains no parameter it has an empty one, so that all ranks make the same calls.
+        """
+        return self._optimizer if self._make is None or self._cut else None
 
     @property
     def peak(self) -> int:
@@ -335,16 +341,17 @@ class Pipeline:
         release_others(self.module, self._kept)
         if self._first.replicas is not None:
             gc.collect()  # a sharded optimizer of all parameters has views of them, and refers to itself
-        self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
+        self._optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:
         """Run a mini-batch. The first runs of each plan are measured, without and with states of the optimizer."""
         plan = self._latest
+        self.group.stages = plan.schedule.stages
         run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.divided, self._loss_scale)
         earlier = self._measured.setdefault(plan, [])
         if len(earlier) == MEASURED:
             return run()
-        runs, nbytes = measured(run, [*kept_tensors(self.module, args, kwargs), *kept_states(self.optimizer)])
+        runs, nbytes = measured(run, [*kept_tensors(self.module, args, kwargs), *kept_states(self._optimizer)])
         earlier.append(nbytes)
         return runs

@@ -82,7 +82,11 @@ def best_cut(
         BudgetError: no cut fits; it says which stage needs how much.
     """
     if len(budgets) > len(costs.borders) - 1:
-        raise ValueError(f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}")
+        raise ValueError(
+            f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}: each stage has "
+            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it; take "
+            "fewer stages, or let the model clone what it writes to"
+        )
     if plan is None and all(np.isposinf(budgets)):
         slowest, at = partition(costs.us[0], len(budgets))
         return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
@@ -120,10 +124,22 @@ def balanced_cut(costs: IntervalCosts, begins: Sequence[int], forwards: Sequence
     at = [costs.borders.index(place) if place in costs.borders else -1 for place in (*begins, costs.borders[-1])]
     if at[0] != 0 or any(i >= j for i, j in pairwise(at)):
         raise ValueError(
-            f"stages can't begin at places {list(begins)}: the first is 0, and each has an op that computes"
+            f"stages can't begin at places {list(begins)}: the first begins at 0, and the others behind each other at "
+            f"some of {_spans(costs.borders[1:-1])}"
         )
     us = tuple(float(costs.us[i, j]) for i, j in pairwise(at))
     return Cut(_stages(costs, at, forwards), us, max(us))
+
+
+def _spans(places: Sequence[int]) -> str:
+    """Write places, those in a row as one."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and spans[-1][-1] == place - 1:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans) or "none"
 
 
 def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) -> tuple[Stage, ...]:
