@@ -1,10 +1,11 @@
 """GPT2-124M cut into pipeline stages: how even the best cut is, and what finding it takes.
 
-    python -m benchmarks.pipeline [--length 512] [--layers 12] [--share 0]
+    python -m benchmarks.pipeline [--length 512] [--layers 12] [--share 0] [--stages 2 --stages 3]
 
 The step with its loss is captured and priced once. The slowest stage over the mean has a floor, because the product
 with the vocabulary is one op. With budgets, each stage is planned with its open forwards under 1F1B; a share of 1 is
-what the stage needs without a plan.
+what the stage needs without a plan. As in a pipeline, the quick passes plan what may be a stage, and those of the best
+cut are searched for plans, `--seconds` each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -28,7 +30,7 @@ from memgraph.profile.op_profiler import OpProfiler
 from memgraph.stages.whole_step import KINDS
 from memgraph.tensors.loss_outputs import select_losses
 from passes import BudgetError, Machine, Trace, make_plan
-from passes.concurrent_forwards import plan_forwards, unplanned_nbytes, with_plan
+from passes.concurrent_forwards import Search, fitting_forwards, unplanned_nbytes, with_plan
 from passes.stages.cut import Cut, Stage, best_cut
 from passes.stages.interval_costs import IntervalCosts
 from passes.stages.makespan import least_makespan
@@ -45,28 +47,32 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def main(length: int = 512, layers: int = 12, chunks: int = 8, share: float = 0.0) -> None:
+def main(
+    length: int = 512, layers: int = 12, chunks: int = 8, share: float = 0.0, seconds: float = 60.0,
+    stages: list[int] | None = None,
+) -> None:  # fmt: skip
     """Print a line for each number of stages, without budgets and with."""
     costs = costs_of(layers, length)
     title = f"{len(costs.places.trace.ops)} ops, {len(costs.borders) - 2} places to cut, {chunks} micro-batches, 1F1B"
     table = Table(*COLUMNS, box=None, title=title)
-    for count in STAGES:
+    for count in stages or STAGES:
         forwards = [min(chunks, count - k) for k in range(count)]
-        cut, seconds = timed(partial(best_cut, costs, [math.inf] * count, forwards))
+        cut, took = timed(partial(best_cut, costs, [math.inf] * count, forwards))
         needs = [unplanned_nbytes(trace_of(costs, stage), Machine(1 << 60), stage.forwards) for stage in cut.stages]
         ends = mini_batch(costs, cut, [math.inf] * count, chunks, partial(unplanned_times, costs))
-        table.add_row(str(count), "-", *figures(cut), *ends, megabytes(needs), f"{seconds:.2f}")
+        table.add_row(str(count), "-", *figures(cut), *ends, megabytes(needs), f"{took:.2f}")
         if not share:
             continue
         budget = int(share * max(needs))
         planned = partial(planned_us, costs, budget)
         try:
-            tight, seconds = timed(partial(best_cut, costs, [budget] * count, forwards, cache(planned)))
+            tight, took = timed(partial(best_cut, costs, [budget] * count, forwards, cache(planned)))
         except BudgetError as error:
             table.add_row(str(count), megabytes([budget]), str(error))
             continue
-        ends = mini_batch(costs, tight, [budget] * count, chunks, partial(planned_times, costs, budget))
-        table.add_row(str(count), megabytes([budget]), *figures(tight), *ends, "", f"{seconds:.2f}")
+        searched = partial(planned_times, costs, budget, partial(make_plan, seconds=seconds))
+        ends = mini_batch(costs, tight, [budget] * count, chunks, searched)
+        table.add_row(str(count), megabytes([budget]), *figures(tight), *ends, "", f"{took:.2f}")
     Console(width=140).print(table)
 
 
@@ -87,16 +93,21 @@ def trace_of(costs: IntervalCosts, stage: Stage) -> Trace:
 
 def planned_us(costs: IntervalCosts, budget: int, stage: Stage) -> float:
     """Return the time of a stage under its budget, without offloading; infinite if no plan fits."""
-    try:
-        return planned_times(costs, budget, stage).busy
-    except BudgetError:
-        return math.inf
+    with suppress(BudgetError):
+        return planned_times(costs, budget, None, stage).busy
+    return math.inf
 
 
-def planned_times(costs: IntervalCosts, budget: int, stage: Stage) -> StageTimes:
-    """Return the times of a stage, whose recomputations run before the gradient comes where there is room."""
+def planned_times(costs: IntervalCosts, budget: int, search: Search | None, stage: Stage) -> StageTimes:
+    """Return the times of a stage, whose recomputations run before the gradient comes where there is room.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
     trace, machine = trace_of(costs, stage), Machine(budget)
-    choice = plan_forwards(trace, machine, stage.forwards, make_plan)
+    choice = fitting_forwards(trace, machine, stage.forwards, search)
+    if choice is None:
+        raise BudgetError(f"no plan fits stage {stage.number}", budget, budget)
     if stage.end != costs.borders[-1]:
         choice = recompute_early(choice, budget, partial(with_plan, choice.captured.trace, machine, stage.forwards))
     planned = choice.forecast.trace

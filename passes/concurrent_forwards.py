@@ -12,13 +12,18 @@ share of the budget to the forward or backward that runs.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from .analysis.reuse_gaps import ReuseGaps
 from .ir.decisions import Plan, apply
 from .ir.errors import BudgetError
-from .ir.machine import Machine
+from .ir.machine import Link, Machine
 from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
+from .lp.problem import PlanProblem
 from .pipeline import QUICK, make_plan
 from .simulate.forecast import Forecast, predict
 from .simulate.plan_result import PlanResult
@@ -28,7 +33,7 @@ Search = Callable[[Trace, Machine], PlanResult]
 LIMITS = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)  # shares of what an open forward holds besides inputs and outputs
 TIGHT = (0.0, 0.15, 0.35)  # limits that are tried for the smallest budget
 ATTEMPTS = 3  # under one limit, each with a smaller budget for the step
-ROUNDS = 6  # of the bisection for the smallest budget
+ROUNDS = 7  # of the bisection for the smallest budget
 STAYS = ("parameter", "buffer", "state", "gradient")
 
 
@@ -38,12 +43,11 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
     Raises:
         BudgetError: no plan was found.
     """
-    trace = without_others(trace)
-    if count < 2 or trace.boundary == len(trace.ops):  # forwards without a backward are never open
-        return search(trace, machine)
-    result = _Limits(trace, machine, count).best(search)
+    if _is_single(trace, count):
+        return search(without_others(trace), machine)
+    result = fitting_forwards(trace, machine, count, search)
     if result is None:
-        smallest = _smallest_budget(trace, machine, count)
+        smallest = smallest_budget(trace, machine, count)
         raise BudgetError(
             f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {smallest}, with "
             f"{count} forwards open at once. Each holds what it has saved until its backward.\n"
@@ -52,6 +56,53 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
             smallest,
         )
     return result
+
+
+def fitting_forwards(
+    trace: Trace, machine: Machine, count: int, search: Search | None, until: float = math.inf
+) -> PlanResult | None:
+    """Return the fastest plan with which `count` forwards may be open at once; None if none is found.
+
+    Args:
+        search: looks for better plans than the quick passes; None leaves it at these.
+        until: when the quick passes leave it at a plan that fits, as `time.monotonic` has it.
+    """
+    trace = without_others(trace)
+    machine = _without_useless_tier(trace, machine)
+    if not _is_single(trace, count):
+        return _Limits(trace, machine, count).best(search, until)
+    with suppress(BudgetError):
+        return (search or _quick_plan)(trace, machine)
+    return None
+
+
+def fitting_beside(
+    trace: Trace, machine: Machine, count: int, open_nbytes: int, search: Search | None
+) -> PlanResult | None:
+    """Return a plan for a forward beside others that hold so many bytes each, which holds no more itself."""
+    if _is_single(trace, count):
+        return fitting_forwards(trace, machine, count, search)
+    limits = _Limits(without_others(trace), _without_useless_tier(trace, machine), count)
+    found = (
+        choice for each in (search, _quick_plan) if each for choice in limits.limited(open_nbytes, each, open_nbytes)
+    )
+    return next(found, None)
+
+
+def smallest_budget(trace: Trace, machine: Machine, count: int) -> int:
+    """Return a budget for which the quick passes find a plan, by bisection."""
+    trace = without_others(trace)
+    yes = unplanned_nbytes(trace, machine, count)
+    no = min(proven_nbytes(trace, machine), yes) - 1
+    for _ in range(ROUNDS):
+        between = (no + yes) // 2
+        if between <= no:
+            break
+        if _fits(trace, replace(machine, budget=between), count):
+            yes = between
+        else:
+            no = between
+    return yes
 
 
 def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> PlanResult | None:
@@ -68,14 +119,14 @@ def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> 
 def with_plan(trace: Trace, machine: Machine, count: int, plan: Plan) -> PlanResult:
     """Return a plan with its forecast, while `count` forwards are open at once."""
     trace = without_others(trace)
-    if count < 2 or trace.boundary == len(trace.ops):
+    if _is_single(trace, count):
         return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
     return _Limits(trace, machine, count).with_open_forwards(plan)
 
 
 def unplanned_nbytes(trace: Trace, machine: Machine, count: int) -> int:
     """Return the bytes that so many open forwards need without a plan."""
-    if count < 2 or trace.boundary == len(trace.ops):
+    if _is_single(trace, count):
         return predict(trace, machine).peak
     return _Limits(trace, machine, count).plain.forecast.peak
 
@@ -128,13 +179,18 @@ class _Limits:
         """Return True if the quick passes find a plan under a tight limit."""
         return any(True for limit in TIGHT for _ in self._plans(limit, _quick_plan))
 
-    def best(self, search: Search) -> PlanResult | None:
+    def best(self, search: Search | None, until: float) -> PlanResult | None:
         """Return the fastest plan of the quick passes under all limits, and of `search` under the best of these."""
         plain = self.plain
         if plain.forecast.peak <= self.machine.budget:
             return plain
-        quick = {limit: choice for limit in LIMITS for choice in self._plans(limit, _quick_plan)}
+        quick: dict[float, PlanResult] = {}
+        for limit in LIMITS:
+            if not quick or time.monotonic() < until:
+                quick.update((limit, choice) for choice in self._plans(limit, _quick_plan))
         best = min(quick, key=lambda limit: quick[limit].forecast.us, default=None)
+        if search is None:
+            return None if best is None else quick[best]
         limits = [best] if best is not None else [0.5, 0.25, 0.0]
         more = (choice for limit in limits for choice in self._plans(limit, search))
         return min((*quick.values(), *more), key=lambda choice: choice.forecast.us, default=None)
@@ -151,19 +207,27 @@ class _Limits:
         """Yield the plan found where an open forward may hold so much, if it keeps the budget."""
         plain = predict(self.trace, self.machine)
         nbytes, least = open_forward_nbytes(plain), self._least_nbytes
-        limit = least + int(share * (nbytes - least))
+        yield from self.limited(least + int(share * (nbytes - least)), search)
+
+    def limited(self, limit: int, search: Search, open_nbytes: int = 0) -> Iterator[PlanResult]:
+        """Yield the plan found where an open forward may hold so much, and the others hold at least `open_nbytes`."""
+        plain = predict(self.trace, self.machine)
+        nbytes = open_forward_nbytes(plain)
         others = (self.count - 1) * limit + pending_gradient_nbytes(self.trace)
         # More workspace at the first op of backward leaves less room for values that forward saves.
         room = self.machine.budget - others - (int(plain.total[self.trace.boundary]) - nbytes) - limit
         narrowed = _with_others(_with_workspace(self.trace, max(0, room)), others)
         machine = self.machine
         for _ in range(ATTEMPTS):
+            if proven_nbytes(narrowed, machine) > machine.budget:
+                return
             try:
                 result = search(narrowed, machine)
             except BudgetError:
                 return
             whole = self.with_open_forwards(result.plan, result)
-            over = whole.forecast.peak - self.machine.budget
+            more = max(0, open_nbytes - open_forward_nbytes(whole.forecast))
+            over = whole.forecast.peak + (self.count - 1) * more - self.machine.budget
             if over <= 0:
                 yield whole
                 return
@@ -185,17 +249,30 @@ class _Limits:
         return replace(self.trace, ops=tuple(replace(op, workspace=self.trace.op[op.name].workspace) for op in order))
 
 
-def _smallest_budget(trace: Trace, machine: Machine, count: int) -> int:
-    """Return a budget for which the quick passes find a plan, by bisection."""
-    no = machine.budget
-    yes = unplanned_nbytes(trace, machine, count)
-    for _ in range(ROUNDS):
-        between = (no + yes) // 2
-        if _Limits(trace, replace(machine, budget=between), count).fits:
-            yes = between
-        else:
-            no = between
-    return yes
+def _is_single(trace: Trace, count: int) -> bool:
+    """Return True if no other forward is open; those without a backward never are."""
+    return count < 2 or trace.boundary == len(trace.ops)
+
+
+def _fits(trace: Trace, machine: Machine, count: int) -> bool:
+    """Return True if the quick passes find a plan."""
+    machine = _without_useless_tier(trace, machine)
+    if not _is_single(trace, count):
+        return _Limits(trace, machine, count).fits
+    with suppress(BudgetError):
+        return bool(_quick_plan(trace, machine))
+    return False
+
+
+def _without_useless_tier(trace: Trace, machine: Machine) -> Machine:
+    """Return the machine without its tier, if no plan has room for the staging of copies."""
+    is_useless = proven_nbytes(trace, machine) + machine.link.staging > machine.budget
+    return replace(machine, link=Link()) if is_useless else machine
+
+
+def proven_nbytes(trace: Trace, machine: Machine) -> int:
+    """Return bytes that every plan needs."""
+    return PlanProblem(ReuseGaps(trace), machine).least_nbytes
 
 
 def _quick_plan(trace: Trace, machine: Machine) -> PlanResult:

@@ -100,9 +100,7 @@ class CompileOptions:
 
     def planning_s(self, captured_s: float = math.inf) -> float:
         """Return the seconds of planning after a capture of so many; without a capture, the least."""
-        if self.time_limit is not None:
-            return self.time_limit
-        return max(LEAST_S, FIRST_CALL_S - captured_s)
+        return planning_s(self.time_limit, captured_s)
 
     @property
     def outputs(self) -> OutputSelector:
@@ -159,3 +157,8 @@ def _opaque(given: Any) -> bool | tuple[str, ...]:
 def _plans(given: object) -> tuple[SavedPlan, ...]:
     several = () if given is None else given if isinstance(given, list | tuple) else (given,)
     return tuple(saved_plan(check_argument("plan", one)) for one in several)
+
+
+def planning_s(time_limit: float | None, captured_s: float) -> float:
+    """Return the seconds of planning after a capture of so many; None is the default limit."""
+    return max(LEAST_S, FIRST_CALL_S - captured_s) if time_limit is None else time_limit

@@ -7,10 +7,12 @@ whole_step.py: the captured step of one micro-batch, priced
 step_capture.py: such steps on all ranks, with what the first has measured
 stage_cut.py: a step in stages, and what these send to each other
 cutter.py: the best cut
+first_cut.py: the cut of the first call, which later calls follow
 stage_plans.py: the plans of a rank's stage, for each kind of mini-batch
 mini_batch_plan.py: the stages of a rank for the micro-batches of one mini-batch
 pipeline_report.py: the forecast of a mini-batch, as text
 stage_budget.py: what a rank holds besides its stage's step
+stage_search.py: the search for the plan of a stage, until a time
 stage_planner.py: the plan of a stage within its bytes
 module_parts.py: a module in parts, with pauses in between
 planned_stage.py: a stage with its plan, ready to run

@@ -5,6 +5,7 @@ chunks=0 on rank 1    ->    ValueError on rank 1, AgreementError on the others
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,9 @@ from torch import nn
 
 from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 
+from ..guards.module_proxy import ModuleProxy
 from ..options.argument_rules import check_argument
-from ..oss.comm.agreement import parameter_lines, report_errors
+from ..oss.comm.agreement import describe, report_errors
 from ..storage.spill_file import Folder, spill_folder
 from ..storage.tiers import tier_name
 from ..system.byte_sizes import budget_nbytes
@@ -47,6 +49,7 @@ class PipelineArguments:
         replicated: names or positions of arguments that are not divided.
         offload: the tier that values may go to; None if they stay.
         spill_dir: its folder.
+        time_limit: seconds of planning; None for the default.
         delay: of zero_bubble, at most.
     """
 
@@ -59,6 +62,7 @@ class PipelineArguments:
     replicated: tuple[str | int, ...] = ()
     offload: str | None = None
     spill_dir: Folder = None
+    time_limit: float | None = None
     delay: int = 0
 
     @property
@@ -109,6 +113,7 @@ class GivenArguments:
     replicated: Sequence[str | int]
     offload: str | None
     spill_dir: Folder = field(repr=False)  # each rank may have its own
+    time_limit: float | None
     functions: Mapping[str, object] = field(repr=False)
 
     def checked(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
@@ -122,8 +127,9 @@ class GivenArguments:
             return self._parsed(group, model)
         with report_errors(group.watchdog, SUBJECT, ADVICE):
             parsed = self._parsed(group, model)
-        owned = [*model.parameters(), *model.buffers()]
-        described = parameter_lines(type(model).__qualname__, [{"params": owned}])
+        described = [f"the class of the model: {type(model).__qualname__}"]
+        described += [f"parameter {name} of the model: {describe(each)}" for name, each in model.named_parameters()]
+        described += [f"buffer {name} of the model: {describe(each)}" for name, each in model.named_buffers()]
         # A share of the memory, or what is free of it, is another number of bytes on each rank.
         given = zip(_of_each(self.budget, group.ranks), parsed.budgets, strict=True)
         fixed = [nbytes if isinstance(each, str | int) else each for each, nbytes in given]
@@ -134,6 +140,7 @@ class GivenArguments:
     def _parsed(self, group: StageGroup, model: nn.Module) -> PipelineArguments:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        _refuse_modules(model, self.functions["loss"])
         for name, function in self.functions.items():
             if function is not None and not callable(function):
                 raise TypeError(f"{name} is a {type(function).__name__}; give {FUNCTIONS[name]}")
@@ -152,6 +159,7 @@ class GivenArguments:
         offload, spill_dir = (
             check_argument(name, value) for name, value in (("offload", self.offload), ("spill_dir", self.spill_dir))
         )
+        time_limit = check_argument("time_limit", self.time_limit)
         if spill_dir is not None:
             spill_folder(spill_dir)
         meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
@@ -171,15 +179,17 @@ class GivenArguments:
                 f"{len(budgets)} budgets are given for {group.ranks} ranks; give one for each rank, or one for all"
             )
         stages = group.ranks * self.stages_per_rank
+        balance: object = self.balance
+        if balance is not None and not (
+            isinstance(balance, list | tuple) and all(type(each) is int for each in balance)
+        ):
+            raise TypeError(f"balance={balance!r}; give a list of integers, the op at which each stage begins")
         if self.balance is not None and len(self.balance) != stages:
             raise ValueError(
                 f"balance has {len(self.balance)} entries for {stages} stages; give where each of them begins"
             )
         nbytes = tuple(budget_nbytes(each, device) for each in budgets)
         begins = None if self.balance is None else tuple(self.balance)
-        replicated = (self.replicated,) if isinstance(self.replicated, str | int) else tuple(self.replicated)
-        if wrong := [each for each in replicated if not isinstance(each, str | int)]:
-            raise TypeError(f"replicated has {wrong[0]!r}; give names or positions of arguments")
         return PipelineArguments(
             nbytes,
             self.chunks,
@@ -187,9 +197,44 @@ class GivenArguments:
             begins,
             self.stages_per_rank,
             self.checkpoint,
-            replicated,
+            self._replicated(model),
             tier_name(offload, device),
             spill_dir,
+            time_limit,
+        )
+
+    def _replicated(self, model: nn.Module) -> tuple[str | int, ...]:
+        """
+        Raises:
+            TypeError, ValueError: it names no argument of the model.
+        """
+        replicated = (self.replicated,) if isinstance(self.replicated, str | int) else tuple(self.replicated)
+        if wrong := [each for each in replicated if not isinstance(each, str | int)]:
+            raise TypeError(f"replicated has {wrong[0]!r}; give names or positions of arguments")
+        known = inspect.signature(model.forward).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            names = [*known, *(("target",) if self.functions["loss"] is not None else ())]
+            if unknown := [each for each in replicated if isinstance(each, str) and each not in names]:
+                raise ValueError(
+                    f"replicated has {unknown[0]!r}, and forward of {type(model).__qualname__} takes "
+                    f"{', '.join(names)}; give names of these"
+                )
+        return replicated
+
+
+def _refuse_modules(model: nn.Module, loss: object) -> None:
+    """
+    Raises:
+        TypeError, ValueError: a compiled module is given, or a loss that has to be trained.
+    """
+    compiled = [name for name, each in model.named_modules() if issubclass(type(each), ModuleProxy)]
+    if compiled:
+        name = f"model.{compiled[0]}" if compiled[0] else "model"
+        raise TypeError(f"{name} is compiled already; a pipeline takes the plain module that it was made of")
+    if isinstance(loss, nn.Module) and (names := [name for name, _ in loss.named_parameters()]):
+        raise ValueError(
+            f"loss has parameters, as {names[0]}, which no stage would train; give a module that has both the "
+            "model and the loss, and returns the loss"
         )
 
 

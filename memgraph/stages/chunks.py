@@ -110,10 +110,10 @@ def call_lines(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str]
 
 def mode_lines(module: torch.nn.Module) -> Iterator[str]:
     """Describe in lines what a capture of the module depends on besides the call."""
-    modes = "".join(str(int(each.training)) for each in module.modules())
-    frozen = "".join(str(int(parameter.requires_grad)) for parameter in module.parameters())
-    yield f"training mode of the modules: {modes}"
-    yield f"parameters that require gradients: {frozen}"
+    for name, each in module.named_modules():
+        yield f"the training mode of {name or 'the model'}: {each.training}"
+    for name, parameter in module.named_parameters():
+        yield f"requires_grad of parameter {name}, which has to change on all ranks: {parameter.requires_grad}"
     yield f"autocast: {torch.is_autocast_enabled('cpu')}"
 
 

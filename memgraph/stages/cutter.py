@@ -22,6 +22,7 @@ from .arguments import PipelineArguments, device_of_model
 from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
+from .stage_search import StageSearch
 from .state.stage_tensors import all_tensors
 from .state.stage_updates import StageUpdates
 from .whole_step import WholeStep
@@ -36,6 +37,7 @@ class Cutter:
     given: PipelineArguments
     batch_nbytes: int
     updates: StageUpdates
+    search: StageSearch
 
     def cut(self) -> tuple[list[int], PipelineArguments | None]:
         """Return the place at which each stage begins, and the schedule; or the smallest budgets, and None.
@@ -44,9 +46,11 @@ class Cutter:
             ValueError: there are more stages than places to cut, or `balance` has other places.
         """
         candidates = self.given.candidates
-        fitting = [found for chain in candidates if (found := self._first_fit(chain)) is not None]
+        shares = self.search.shares(len(candidates))
+        tried = (replace(self, search=share)._first_fit(chain) for share, chain in zip(shares, candidates, strict=True))
+        fitting = [found for found in tried if found is not None]
         if not fitting:
-            return replace(self, given=candidates[0][-1])._smallest(), None
+            return replace(self, given=candidates[0][-1])._searched()
         cutter, begins = fitting[0] if len(candidates) == 1 else min(fitting, key=lambda each: each[0]._us(each[1]))
         return begins, cutter.given
 
@@ -68,8 +72,21 @@ class Cutter:
             return self._planner(self._around(stage), stage.number).times().busy
 
         with suppress(passes.BudgetError):
-            return [stage.begin for stage in best_cut(costs, budgets, self._forwards, us, self.step.copy_us).stages]
+            cut = best_cut(costs, budgets, self._forwards, us, self.step.copy_us, self.search.until)
+            return [stage.begin for stage in cut.stages]
         return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+
+    def _searched(self) -> tuple[list[int], PipelineArguments | None]:
+        """Return the best cut without budgets, if each of its stages has a plan that takes a search to find."""
+        cut, search = self._unlimited, replace(self.search, is_bounded=True)
+        planners = (self._planner(cut, stage) for stage in range(len(cut.begins)))
+        shares = search.shares(len(cut.begins))
+        if not search.is_late and all(
+            math.isfinite(replace(planner, search=share).times().forward)
+            for planner, share in zip(planners, shares, strict=True)
+        ):
+            return list(cut.begins), self.given
+        return self._smallest(), None
 
     def _us(self, begins: Sequence[int]) -> float:
         """Return the forecast time of a mini-batch; infinite if a stage has no plan."""

@@ -21,15 +21,15 @@ from ..errors import MemgraphError
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
-from ..oss.sharded_checkpoint import Target
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, mode_lines
+from .first_cut import FirstCut
 from .mini_batch import kept_tensors, measured, run_mini_batch
 from .mini_batch_plan import KeptPlans, MiniBatchPlan
 from .pipeline_report import PipelineReport
 from .ranks.stage_group import PLANNING, StageGroup
-from .stage_plans import FirstCut, StagePlans
+from .stage_plans import StagePlans
 from .stage_runs import ActionTimes, StageRuns
 from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
@@ -39,6 +39,7 @@ from .state.stage_tensors import give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates, kept_states
 
 MEASURED = 2  # runs of each plan
+Target = str | PathLike[str]
 
 
 def pipeline(
@@ -47,6 +48,7 @@ def pipeline(
     balance: Sequence[int] | None = None, optimizer: MakeOptimizer | None = None,
     checkpoint: str = "auto", stages_per_rank: int | None = None, deferred_batch_norm: bool = False,
     replicated: Sequence[str | int] = (), offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
+    time_limit: float | None = None,
 ) -> Pipeline:  # fmt: skip
     """Return a pipeline that trains `model` in stages, one on each rank of the group.
 
@@ -87,6 +89,9 @@ def pipeline(
         offload: "disk" lets a plan keep activations on disk between forward and backward, and "auto" is the same on a
             CPU. None keeps them in memory.
         spill_dir: the folder of the nameless files that "disk" uses; by default the temporary folder.
+        time_limit: seconds after capture after which planning takes the best cut and the best plans so far; 0 runs the
+            quick, greedy passes only, math.inf has no limit. By default capture and planning take 40 s, and planning
+            at least 10. The cut has half of them, and then each rank plans its stages.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -97,7 +102,7 @@ def pipeline(
         stages_per_rank = default_stages_per_rank(schedule)
     arguments = GivenArguments(
         budget, chunks, schedule, balance, stages_per_rank, checkpoint, deferred_batch_norm, replicated, offload,
-        spill_dir,
+        spill_dir, time_limit,
         {"loss": loss, "optimizer": optimizer},
     )  # fmt: skip
     given = arguments.checked(stages, model)
@@ -110,17 +115,15 @@ class Pipeline:
     """A model in stages. Each rank runs one of them, and has its parameters and their gradients.
 
     Attributes:
-        optimizer: of the stage's parameters, once the stages are cut; None if none was asked for. Where a stage trains
-            no parameter it has an empty one, so that all ranks make the same calls.
+        timeline: when this rank began and ended each action of the latest step.
     """
-
-    optimizer: optim.Optimizer | None = None
 
     def __init__(
         self, module: nn.Module, group: StageGroup, given: PipelineArguments, make: MakeOptimizer | None
     ) -> None:
         self.module, self.group, self.given = module, group, given
         self._make = make
+        self._optimizer: optim.Optimizer | None = None
         self._versions: dict[str, int] = {}  # of tensors that were on the meta device
         self._first: FirstCut | None = None
         self._plans = KeptPlans()
@@ -128,7 +131,7 @@ class Pipeline:
         self._failed = False
         self._loss_scale = 1.0
         self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
-        self.timeline: list[ActionTimes] = []  # of the latest step on this rank
+        self.timeline: list[ActionTimes] = []
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
@@ -168,6 +171,14 @@ class Pipeline:
         return runs.loss
 
     __call__ = step
+
+    @property
+    def optimizer(self) -> optim.Optimizer | None:
+        """The optimizer of the stage's parameters; None if none was asked for.
+
+        Where a stage trains no parameter it has an empty one, so that all ranks make the same calls.
+        """
+        return self._optimizer if self._make is None or self._cut else None
 
     @property
     def peak(self) -> int:
@@ -330,16 +341,17 @@ class Pipeline:
         release_others(self.module, self._kept)
         if self._first.replicas is not None:
             gc.collect()  # a sharded optimizer of all parameters has views of them, and refers to itself
-        self.optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
+        self._optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
         return planned
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:
         """Run a mini-batch. The first runs of each plan are measured, without and with states of the optimizer."""
         plan = self._latest
+        self.group.stages = plan.schedule.stages
         run = partial(run_mini_batch, self.group, self.module, plan, args, kwargs, self.given.divided, self._loss_scale)
         earlier = self._measured.setdefault(plan, [])
         if len(earlier) == MEASURED:
             return run()
-        runs, nbytes = measured(run, [*kept_tensors(self.module, args, kwargs), *kept_states(self.optimizer)])
+        runs, nbytes = measured(run, [*kept_tensors(self.module, args, kwargs), *kept_states(self._optimizer)])
         earlier.append(nbytes)
         return runs

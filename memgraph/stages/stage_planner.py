@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 from torch import fx
 
-import passes
-from passes import Machine, PlanResult, Trace, make_plan
+from passes import Machine, PlanResult, Trace
 from passes.concurrent_forwards import (
+    fitting_beside,
+    fitting_forwards,
     open_forward_nbytes,
     pending_gradient_nbytes,
-    plan_forwards,
     same_plan,
+    smallest_budget,
     with_plan,
 )
 from passes.schedule.copy_timing import has_copies
@@ -38,10 +39,12 @@ from ..storage.spill_file import Folder
 from .planned_stage import PlannedStage, StagePlan, input_names
 from .stage_budget import StageBudget
 from .stage_cut import StageCut
+from .stage_search import StageSearch
 
 ROLES: dict[str, Literal["output", "input_gradient"]] = {"output": "output", "watched": "input_gradient"}
 KINDS = {"auto": ("auto", "auto"), "always": ("always", "always"), "except_last": ("always", "never")}
 ATTEMPTS = 3  # to make room for micro-batches that wait for the gradients of parameters
+LARGER = 1.05  # the next budget, while none is found that does
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,7 @@ class StagePlanner:
     Attributes:
         checkpoint: "auto", "always" or "never".
         spill_dir: the folder of what is offloaded.
+        search: looks for better plans than the quick passes, which it begins with; None leaves it at these.
     """
 
     cut: StageCut
@@ -60,6 +64,7 @@ class StagePlanner:
     device: torch.device
     checkpoint: str = "auto"
     spill_dir: Folder = None
+    search: StageSearch | None = None
 
     def within(self, budget: int) -> StagePlanner:
         """Return the same planner, with another budget."""
@@ -77,21 +82,28 @@ class StagePlanner:
         """
         graph = self._graph
         plan = self._choose(graph, None if beside is None else beside.plan.choice)
+        if plan is None:
+            raise self._too_small
         return PlannedStage.of(self.cut, self.number, graph, plan, self.spill_dir)
 
     def times(self) -> StageTimes:
         """Return the times of one micro-batch; infinite if no plan fits."""
-        try:
-            return self._choose(self._graph).times
-        except BudgetError:
-            return StageTimes(float("inf"), float("inf"))
+        plan = self._choose(self._graph)
+        return StageTimes(float("inf"), float("inf")) if plan is None else plan.times
 
     def smallest(self) -> int:
-        """Return the smallest budget for which a plan is found."""
-        try:
-            return self.within(1)._choose(self._graph).peak
-        except BudgetError as error:
-            return error.smallest
+        """Return a small budget for which the quick passes find a plan."""
+        graph, quick = self._graph, replace(self, search=None)
+        trace, fixed = self._priced(graph)
+        machine, count = self._machine(1), self._forwards
+        if self.checkpoint == "auto":
+            least = max(smallest_budget(trace, machine, count) + fixed, self.bytes_of.update)
+        else:
+            choice = quick.within(1)._searched(trace, machine, None)
+            least = self._stage_plan(choice, trace, fixed)[0].peak if choice else 1
+        while quick.within(least)._choose(graph) is None:
+            least = int(least * LARGER) + 1
+        return least
 
     @property
     def _trace(self) -> Trace:
@@ -112,40 +124,47 @@ class StagePlanner:
         stage = replace(whole, graph=fx.GraphModule(whole.graph, graph), inputs=inputs, outputs=outputs)
         return accumulate_grads(stage, ())
 
-    def _choose(self, graph: fx.Graph, other: PlanResult | None = None) -> StagePlan:
-        """Return the plan.
+    @property
+    def _forwards(self) -> int:
+        return self.schedule.open_forwards(self.number)
 
-        Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
-        whose forwards are open at once.
-        """
-        ops, count = self.cut.step.trace.op, self.schedule.open_forwards(self.number)
-        trace = summarize(
-            graph, lambda node: Cost(ops[node.name].us, ops[node.name].workspace) if node.name in ops else Cost()
-        )
-        several = count > 1 and trace.boundary < len(trace.ops)
-        fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
-        trace = add_library_workspaces(trace, self.device)
+    def _choose(self, graph: fx.Graph, other: PlanResult | None = None) -> StagePlan | None:
+        """Return the plan; None if none fits."""
+        trace, fixed = self._priced(graph)
         pending = 0  # bytes of micro-batches that wait for the gradients of parameters
         for _ in range(ATTEMPTS):
-            machine = replace(self._machine(count), budget=max(1, self.bytes_of.budget - fixed - pending))
-            try:
-                choice = self._searched(trace, machine, count, other)
-            except passes.BudgetError as error:
-                raise self._too_small(max(error.smallest + fixed + pending, self.bytes_of.update)) from None
+            choice = self._searched(trace, self._machine(self.bytes_of.budget - fixed - pending), other)
+            if choice is None:
+                return None
             plan, needed = self._stage_plan(choice, trace, fixed)
             if plan.peak <= self.bytes_of.budget:
                 return plan
             pending = needed
-        raise self._too_small(plan.peak)
+        return None
 
-    def _machine(self, count: int) -> Machine:
+    def _priced(self, graph: fx.Graph) -> tuple[Trace, int]:
+        """Return the trace of the stage, and the bytes that lie beside what is counted there.
+
+        Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
+        whose forwards are open at once.
+        """
+        ops = self.cut.step.trace.op
+        trace = summarize(
+            graph, lambda node: Cost(ops[node.name].us, ops[node.name].workspace) if node.name in ops else Cost()
+        )
+        several = self._forwards > 1 and trace.boundary < len(trace.ops)
+        fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
+        return add_library_workspaces(trace, self.device), fixed
+
+    def _machine(self, budget: int) -> Machine:
         """Return the machine; the open forwards of all stages of a rank share the room on its disk."""
         machine = self.cut.step.machine
-        link = replace(machine.link, capacity=machine.link.capacity // (count * self.schedule.stages_per_rank))
-        return replace(machine, device=str(self.device), link=link)
+        link = replace(machine.link, capacity=machine.link.capacity // (self._forwards * self.schedule.stages_per_rank))
+        return replace(machine, budget=max(1, budget), device=str(self.device), link=link)
 
-    def _searched(self, trace: Trace, machine: Machine, count: int, other: PlanResult | None) -> PlanResult:
-        """Return the plan with which `count` forwards may be open."""
+    def _searched(self, trace: Trace, machine: Machine, other: PlanResult | None) -> PlanResult | None:
+        """Return the plan with which forwards may be open; None if none is found."""
+        count = self._forwards
         if self.checkpoint == "never":
             return with_plan(trace, machine, count, ())
         if self.checkpoint == "always":
@@ -154,7 +173,14 @@ class StagePlanner:
             known = other and same_plan(trace, machine, count, other)
             if known is not None:  # as it is: to recompute earlier would fill the room of the larger forwards
                 return known
-            choice = plan_forwards(trace, machine, count, make_plan)
+            until = float("inf") if self.search is None else self.search.until
+            found = None
+            if other is not None:
+                found = fitting_beside(trace, machine, count, open_forward_nbytes(other.forecast), self.search)
+            found = found or fitting_forwards(trace, machine, count, self.search, until)
+            if found is None:
+                return None
+            choice = found
         if self.number == self.schedule.stages - 1 or has_copies(choice.plan):  # what it recomputes may be reloaded
             return choice
         forecast = partial(with_plan, choice.captured.trace, machine, count)
@@ -183,8 +209,9 @@ class StagePlanner:
                 us[each.receiver < each.sender] += self.cut.step.machine.network.us(each.nbytes)
         return us[0], us[1]
 
-    def _too_small(self, least: int) -> BudgetError:
-        stage, allowed = f"stage {self.number} of {self.schedule.stages}", self.bytes_of.budget
+    @property
+    def _too_small(self) -> BudgetError:
+        stage, allowed, least = f"stage {self.number} of {self.schedule.stages}", self.bytes_of.budget, self.smallest()
         return BudgetError(f"{stage} needs {least} bytes, and {allowed} are allowed", allowed, least)
 
 

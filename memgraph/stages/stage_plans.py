@@ -7,6 +7,7 @@ later call: 7 rows in 4 micro-batches    ->    the cut between the same paramete
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,23 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.stages.owned_cut import begins_by_owners
 from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
 from passes.stages.timeline import StageTimes
 
 from ..errors import AgreementError, BudgetError
 from ..oss.comm.rank_group import format_failures
-from ..oss.comm.watchdog import CollectiveWatchdog
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
 from .chunks import batch_nbytes
 from .cutter import Cutter
+from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan, largest_peak
 from .planned_stage import PlannedStage
 from .ranks.stage_group import PLANNING, StageGroup
-from .stage_budget import StageBudget, StageParameters, budgets_error
+from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
+from .stage_search import CUT_SHARE, StageSearch
 from .state.stage_tensors import all_tensors
 from .state.stage_updates import StageUpdates
 from .step_capture import StepCapture, of_first_pipeline, random_nbytes
@@ -39,48 +40,6 @@ from .whole_step import WholeStep
 Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
 Forecasts = tuple[tuple[int, ...], tuple[StageTimes, ...]]
 Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
-
-
-@dataclass(frozen=True, eq=False)
-class FirstCut:
-    """The cut of the first call.
-
-    Attributes:
-        owned: names of the parameters and buffers of each stage.
-        parameters: bytes that follow from those of each stage of this rank.
-        given: the arguments, with the schedule that was chosen.
-        updates_nbytes: bytes that the optimizer's states and its update would take for all parameters.
-        replicas: the ranks that have the same stages in other pipelines, if they are known.
-    """
-
-    cut: StageCut
-    owned: tuple[frozenset[str], ...]
-    parameters: Mapping[int, StageParameters]
-    given: PipelineArguments
-    updates_nbytes: int
-    replicas: CollectiveWatchdog | None = None
-
-    def kept(self, rank: int, ranks: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers of a rank."""
-        return frozenset().union(*self.owned[rank::ranks])
-
-    def follow(self, step: WholeStep) -> StageCut:
-        """Return the cut of another step between the same parameters.
-
-        Raises:
-            ValueError: its ops need them in another order, or others get gradients.
-        """
-        if step is self.cut.step:
-            return self.cut
-        owners = {
-            value: [stage for stage, names in enumerate(self.owned) if name in names]
-            for value, name in step.tensors.items()
-        }
-        ops = [self.cut.step.trace.ops[begin] for begin in self.cut.begins]
-        cut = StageCut(step, begins_by_owners(step.costs.places, owners, len(self.owned), ops))
-        if new := sorted(set(cut.owners) - set(self.cut.owners)):
-            raise ValueError(f"{new[0]} got no gradient in the first call, so no stage trains it; make a new pipeline")
-        return cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +62,16 @@ class StagePlans:
             BudgetError: no plan fits the budget of some rank; on all ranks.
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
-        batches = self.given.divided(args, kwargs)
+        begin, batches = time.monotonic(), self.given.divided(args, kwargs)
         examples = {batch.shapes: batch for batch in reversed(batches)}
         shapes = list(dict.fromkeys(batch.shapes for batch in batches))
         capture = self._capture(first, updates)
         steps = capture.steps([examples[each] for each in shapes], updates.lines() if updates else ())
         nbytes = batch_nbytes(args, kwargs) + random_nbytes(steps)
+        search = StageSearch.beginning(self.given.time_limit, begin)
         if first is None:
             assert updates is not None
-            first = self._first(steps[0], nbytes, updates)
+            first = self._first(steps[0], nbytes, updates, search.of_share(CUT_SHARE))
         with self.group.reporting(PLANNING):
             cuts = dict(zip(shapes, [first.follow(step) for step in steps], strict=True))
         schedule, usual, last = self._schedule(len(batches), first), *checkpoint_kinds(self.given.checkpoint)
@@ -120,7 +80,7 @@ class StagePlans:
             stage: {kind: self._planner(cuts[kind[0]], first, stage, nbytes, kind[1]) for kind in dict.fromkeys(kinds)}
             for stage in schedule.stages_of(self.group.rank)
         }
-        planned = self._planned(planners)
+        planned = self._planned(planners, search)
         stages = {stage: [by_kind[kind] for kind in kinds] for stage, by_kind in planned.items()}
         trained = {name for cut in cuts.values() for name in cut.owners}
         owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
@@ -150,14 +110,14 @@ class StagePlans:
     def _updates_nbytes(self, updates: StageUpdates | None) -> int:
         return sum(updates.nbytes(dict(self.module.named_parameters()))) if updates is not None else 0
 
-    def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates) -> FirstCut:
+    def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates, search: StageSearch) -> FirstCut:
         """Return the best cut.
 
         Raises:
             BudgetError: no cut keeps the budgets; on all ranks.
             ValueError: there are too few places to cut, or `balance` has others; on all ranks.
         """
-        cutter = Cutter(self.module, step, self.given, nbytes, updates)
+        cutter = Cutter(self.module, step, self.given, nbytes, updates, search)
         with self.group.reporting(PLANNING):
             own = json.dumps(_found(cutter)) if self.group.rank == 0 else ""
         self.group.check_agreement([f"{PLANNING}: none failed"])
@@ -187,7 +147,7 @@ class StagePlans:
             cut, stage, schedule, budget, device_of_model(self.module), checkpoint, self.given.spill_dir
         )
 
-    def _planned(self, planners: Planners) -> dict[int, dict[Kind, PlannedStage]]:
+    def _planned(self, planners: Planners, search: StageSearch) -> dict[int, dict[Kind, PlannedStage]]:
         """Return the stages of this rank, once all ranks have theirs.
 
         Raises:
@@ -197,9 +157,9 @@ class StagePlans:
         stages: dict[int, dict[Kind, PlannedStage]] = {}
         smallest: dict[int, int] = {}
         failure, raised = "", None
-        for stage, by_kind in planners.items():
+        for (stage, by_kind), share in zip(planners.items(), search.shares(len(planners)), strict=True):
             try:
-                stages[stage] = _planned_together(by_kind)
+                stages[stage] = _planned_together(by_kind, share)
                 smallest[stage] = _stage_peak(planners[stage], stages[stage])
             except Exception as error:
                 failure, raised = f"{type(error).__name__}: {error}", error
@@ -226,15 +186,15 @@ def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str 
     return numbers, None if given is None else (given.schedule, given.stages_per_rank, given.delay), None
 
 
-def _planned_together(planners: Mapping[Kind, StagePlanner]) -> dict[Kind, PlannedStage]:
+def _planned_together(planners: Mapping[Kind, StagePlanner], search: StageSearch) -> dict[Kind, PlannedStage]:
     """Return stages whose forwards may be open at once.
 
     Raises:
         BudgetError: they don't fit together.
     """
     stages: dict[Kind, PlannedStage] = {}
-    for kind, planner in planners.items():
-        stages[kind] = planner.plan(next(iter(stages.values()), None))
+    for (kind, planner), share in zip(planners.items(), search.shares(len(planners)), strict=True):
+        stages[kind] = replace(planner, search=share).plan(next(iter(stages.values()), None))
     peak, budget = _stage_peak(planners, stages), next(iter(planners.values())).bytes_of.budget
     if peak <= budget:
         return stages

@@ -26,6 +26,8 @@ from .state import random_numbers
 from .state.draw_counts import draw_counts
 from .whole_step import WholeStep, whole_step
 
+ONE_ROW = "Expected more than 1 value per channel"  # torch's words
+
 
 @dataclass(frozen=True, eq=False)
 class StepCapture:
@@ -52,7 +54,7 @@ class StepCapture:
             lines: what else has to be equal on all ranks.
         """
         with self.group.reporting(PLANNING):
-            steps = [whole_step(self.module, batch.args, batch.kwargs, self.loss_output) for batch in batches]
+            steps = [self._step(batch) for batch in batches]
             if self.group.rank == 0:
                 steps = [replace(step, drawn=draw_counts(step.captured.graph.graph)) for step in steps]
             lines = [*(line for step in steps for line in step.ops), *lines]
@@ -66,6 +68,17 @@ class StepCapture:
         machine = with_rates(machine, speeds)
         machine = replace(machine, link=replace(machine.link, capacity=capacity))
         return [step.measured(us, drawn, machine) for step, us, drawn in zip(steps, *measured, strict=True)]
+
+    def _step(self, batch: MicroBatch) -> WholeStep:
+        try:
+            return whole_step(self.module, batch.args, batch.kwargs, self.loss_output)
+        except ValueError as error:
+            if ONE_ROW not in str(error):
+                raise
+            raise ValueError(
+                f"a BatchNorm normalizes each micro-batch by itself, and with chunks={self.given.chunks} one has a "
+                f"single row; give fewer chunks, or other numbers of rows. torch says: {error}"
+            ) from error
 
     def _machine(self, trace: Trace) -> Machine:
         """Return what the ranks plan for. Disks are measured once a step does not fit as it is."""

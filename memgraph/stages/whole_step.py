@@ -25,7 +25,7 @@ from ..capture.explain_errors import refuse_hooks
 from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..graph.gradient_sums import gradient_sums
-from ..graph.nodes import returned_values
+from ..graph.nodes import all_storages, returned_values, storages, written_inputs
 from ..graph.rewrite import fake_mode
 from ..graph.summarize import summarize
 from ..guards.signature import parameters_with_grad_hooks
@@ -81,8 +81,8 @@ class WholeStep:
 
     @cached_property
     def gradients(self) -> dict[str, str]:
-        """Map each gradient, or each part of one that is a sum, to its parameter."""
-        return {part: name for name, value in self._gradients for part in self.costs.places.parts(value)}
+        """Map each gradient, and each term of one that is a sum, to its parameter."""
+        return {term: name for name, value in self._gradients for term in self.costs.places.terms(value)}
 
     @property
     def _gradients(self) -> list[tuple[str, str]]:
@@ -130,6 +130,7 @@ def whole_step(
         CaptureError: it can't be captured, or is of a kind that can't be cut.
     """
     refuse_hooks(module)
+    _refuse_forward_hooks(module)
     if hooked := sorted(parameters_with_grad_hooks(module)):
         raise CaptureError(f"stages add to gradients themselves, and the hook on that of {hooked[0]} would not run")
     with capturing(module):
@@ -146,6 +147,29 @@ def whole_step(
     return WholeStep(captured, replace(trace, outputs=outputs), loss, place)
 
 
+def _refuse_forward_hooks(module: nn.Module) -> None:
+    """
+    Raises:
+        CaptureError: a submodule has a hook of the caller's, which would run while it is captured, and never again.
+    """
+    for name, part in module.named_modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                raise CaptureError(
+                    f"{REFUSED} has forward hooks, as {name or 'the model'} has: stages run captured ops, and would "
+                    "never call them; do in forward what they do, or remove them before the first step"
+                )
+
+
+def _writes_batch(captured: Captured) -> bool:
+    """Return True if an op writes to a tensor of the batch."""
+    nodes = captured.graph.graph.find_nodes(op="placeholder")
+    given = all_storages(node for node, role in zip(nodes, captured.inputs, strict=True) if role.kind == "input")
+    return any(
+        not given.isdisjoint(storages(each)) for node in captured.graph.graph.nodes for each in written_inputs(node)
+    )
+
+
 def _refuse(captured: Captured) -> None:
     """
     Raises:
@@ -158,7 +182,7 @@ def _refuse(captured: Captured) -> None:
             f"{REFUSED} branches on the value of a tensor: {guard.assumption} at {guard.where or 'a line of forward'}; "
             "all micro-batches run one graph, so compute both branches and choose with torch.where"
         )
-    if captured.rewritten:
+    if captured.rewritten or _writes_batch(captured):
         raise CaptureError(f"{REFUSED} writes into a tensor of the batch; let it clone that before")
     for counter in captured.counters:
         raise CaptureError(f"{REFUSED} counts its calls in Python, in {counter.name}; make that a buffer")
@@ -174,7 +198,9 @@ def _loss_output(captured: Captured, known: int | None) -> int:
     places = captured.tangents or (() if known is None else (known,))
     if len(places) == 1 and _is_number(results[places[0]]):
         return places[0]
-    found = f"{len(captured.tangents)} tensors that need a gradient" if known is None else "none where the first had it"
+    shapes = [tuple(results[place].meta["val"].shape) for place in captured.tangents]
+    several = f"{len(shapes)} tensors that need a gradient" + (f", of shapes {shapes}" if shapes else "")
+    found = several if known is None else "none where the first had it"
     raise CaptureError(
         f"a pipeline starts backward from one number, its loss, and the model's result has {found}; give loss=, or let "
         "the model return its loss"

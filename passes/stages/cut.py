@@ -11,6 +11,7 @@ until it has been planned: then no cut is better.  Source of the recursion: AdaP
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +24,7 @@ from .interval_costs import IntervalCosts
 from .partition import partition
 
 ROUNDS = 32  # cuts that are planned, at most
+LATE_ROUNDS = 8  # of them, once time is up and none fits
 CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
 
 
@@ -64,7 +66,7 @@ PlanStage = Callable[[Stage], float]  # returns its time with a plan, and infini
 
 def best_cut(
     costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], plan: PlanStage | None = None,
-    copy_us: float = math.inf,
+    copy_us: float = math.inf, until: float = math.inf,
 ) -> Cut:  # fmt: skip
     """Return the cut into as many stages as there are budgets.
 
@@ -73,19 +75,24 @@ def best_cut(
         forwards: the forwards of each stage that are open at once.
         plan: the time of a planned stage, the same whenever it is asked. Without it, the times are lower bounds.
         copy_us: the least time that a plan takes to offload and reload a byte; infinite without a tier.
+        until: when a cut that fits is not improved any more, as `time.monotonic` has it.
 
     Raises:
         ValueError: there are more stages than places to cut.
         BudgetError: no cut fits; it says which stage needs how much.
     """
     if len(budgets) > len(costs.borders) - 1:
-        raise ValueError(f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}")
+        raise ValueError(
+            f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}: each stage has "
+            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it; take "
+            "fewer stages, or let the model clone what it writes to"
+        )
     if plan is None and all(np.isposinf(budgets)):
         slowest, at = partition(costs.us[0], len(budgets))
         return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
     us = all_bounds(costs, budgets, forwards, copy_us)
     best: Cut | None = None
-    for _ in range(ROUNDS if plan is not None else 1):
+    for done in range(1, 1 + (ROUNDS if plan is not None else 1)):
         bound, at = search(us)
         if not np.isfinite(bound):
             break
@@ -101,6 +108,8 @@ def best_cut(
             best = cut
         if best is not None and best.slowest_us <= bound * CLOSE:
             break
+        if time.monotonic() >= until and (best is not None or done >= LATE_ROUNDS):
+            break
     if best is None:
         raise _too_small(costs, budgets)
     return replace(best, bound=bound if np.isfinite(bound) else best.slowest_us)
@@ -115,10 +124,22 @@ def balanced_cut(costs: IntervalCosts, begins: Sequence[int], forwards: Sequence
     at = [costs.borders.index(place) if place in costs.borders else -1 for place in (*begins, costs.borders[-1])]
     if at[0] != 0 or any(i >= j for i, j in pairwise(at)):
         raise ValueError(
-            f"stages can't begin at places {list(begins)}: the first is 0, and each has an op that computes"
+            f"stages can't begin at places {list(begins)}: the first begins at 0, and the others behind each other at "
+            f"some of {_spans(costs.borders[1:-1])}"
         )
     us = tuple(float(costs.us[i, j]) for i, j in pairwise(at))
     return Cut(_stages(costs, at, forwards), us, max(us))
+
+
+def _spans(places: Sequence[int]) -> str:
+    """Write places, those in a row as one."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and spans[-1][-1] == place - 1:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans) or "none"
 
 
 def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) -> tuple[Stage, ...]:
@@ -128,10 +149,10 @@ def _stages(costs: IntervalCosts, at: Sequence[int], forwards: Sequence[int]) ->
 
 def _put_in(us: list[Floats], at: Sequence[int], times: Sequence[float]) -> None:
     """Put in the times of planned stages. One that does not fit rules out all that contain it."""
-    for k, ((i, j), time) in enumerate(zip(pairwise(at), times, strict=True)):
+    for k, ((i, j), planned) in enumerate(zip(pairwise(at), times, strict=True)):
         us[k] = us[k].copy()  # stages of equal bounds share an array
-        if np.isfinite(time):
-            us[k][i, j] = time
+        if np.isfinite(planned):
+            us[k][i, j] = planned
         else:
             us[k][: i + 1, j:] = np.inf
 

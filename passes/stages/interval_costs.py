@@ -62,13 +62,28 @@ class IntervalCosts:
     @cached_property
     def resident(self) -> Ints:
         """Return [i, j): the bytes of parameters, buffers, their gradients and states, and of what backward returns."""
-        trace = self.places.trace
         kept = ((s, cells) for s, cells in self._used.items() if self._maker(s).fn in RESIDENT)
-        parts = (part for kind, value in trace.outputs if kind != "output" for part in self.places.parts(value))
-        made = (
-            (s, [int(self._cell[self.places.producer[s]])]) for s in trace.held_by(parts) if not self._maker(s).is_input
-        )
-        return self._within([*kept, *made])
+        return self._within([*kept, *self._returned])
+
+    @property
+    def _returned(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield a storage of each gradient, with the borders behind which it, or its parts, are made.
+
+        A stage that makes several parts returns their sum, so they count once; where another stage has a part between
+        them they are more.
+        """
+        done: set[str] = set()
+        for value in (value for kind, value in self.places.trace.outputs if kind != "output"):
+            parts = self.places.trace.held_by(self.places.parts(value))
+            made = [s for s in parts if not self._maker(s).is_input and s not in done]
+            done.update(made)
+            if value in self.places.sums and made:
+                yield min(made, key=self.places.trace.nbytes.__getitem__), [self._made_at(s) for s in made]
+            else:
+                yield from ((s, [self._made_at(s)]) for s in made)
+
+    def _made_at(self, storage: str) -> int:
+        return int(self._cell[self.places.producer[storage]])
 
     @cached_property
     def saved(self) -> Ints:

@@ -12,7 +12,7 @@ and gradients flow from later stages to earlier ones only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,7 +33,8 @@ class Places:
     """The places of a trace of forward and backward, without an update.
 
     Attributes:
-        sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward.
+        sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward;
+            a sum whose parts one stage makes stays there.
         owners: the parameter of each gradient. A stage that makes a gradient, or a part of it, has its parameter.
     """
 
@@ -151,6 +152,22 @@ class Places:
                 yield from self.parts(read)
         else:
             yield value
+
+    def terms(self, value: str) -> Iterator[str]:
+        """Yield a value, and if it is a sum, the sums and parts that it adds up."""
+        yield value
+        if value in self.sums:
+            for read in self.trace.op[value].reads:
+                yield from self.terms(read)
+
+    def parts_of(self, own: Set[str], value: str) -> Iterator[str]:
+        """Yield the largest parts of a sum that these ops alone make, the newest first."""
+        makers = {self.maker[part] for part in self.parts(value)}
+        if makers <= own:
+            yield value
+        elif value in self.sums and not makers.isdisjoint(own):
+            for read in reversed(self.trace.op[value].reads):
+                yield from self.parts_of(own, read)
 
 
 def computes(op: Op) -> bool:

@@ -23,7 +23,7 @@ def stage_trace(places: Places, begin: int, end: int) -> Trace:
     """Return the trace of the ops at places `begin` to `end`.
 
     Received values are inputs, and received gradients tangents. Values that are sent are released once forward has
-    ended. Gradients that are sent are returned, and so is each part of a sum.
+    ended. Gradients that are sent are returned, and so is each part of a sum, as far as the stage does not add them up.
     """
     trace, maker = places.trace, places.maker
     own = _computed(places, begin, end)
@@ -31,8 +31,9 @@ def stage_trace(places: Places, begin: int, end: int) -> Trace:
     _, sent = _needed(places, others)
     kinds = {"forward": RELEASED, "backward": "input_gradient"}
     sends = [(kinds[trace.op[name].phase], name) for name in sent if maker[name] in own]
-    returned = [(kind, part) for kind, value in trace.outputs for part in places.parts(value) if maker[part] in own]
+    returned = [(kind, part) for kind, value in trace.outputs for part in places.parts_of(own, value)]
     outputs = tuple(dict.fromkeys((*returned, *sends)))
+    own |= {term for _, value in returned for term in places.terms(value) if term in places.sums}
     wanted, roots = _needed(places, {*own, *(value for _, value in outputs)})
     ops = (*_received(trace, roots), *(op for op in trace.ops if op.name in wanted))
     return Trace(ops, outputs)

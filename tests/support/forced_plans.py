@@ -70,9 +70,9 @@ def linked(machine: Machine) -> Machine:
 def offloading(patch: pytest.MonkeyPatch) -> None:
     """Let the stages of a pipeline recompute or offload all that they can."""
 
-    def plan(trace: Trace, machine: Machine, count: int, search: object) -> PlanResult:
+    def plan(trace: Trace, machine: Machine, count: int, search: object, until: float) -> PlanResult:
         return with_plan(trace, machine, count, all_given_up(trace, machine).plan)
 
     known = StagePlanner._machine
-    patch.setattr(StagePlanner, "_machine", lambda planner, count: linked(known(planner, count)))
-    patch.setattr("memgraph.stages.stage_planner.plan_forwards", plan)
+    patch.setattr(StagePlanner, "_machine", lambda planner, budget: linked(known(planner, budget)))
+    patch.setattr("memgraph.stages.stage_planner.fitting_forwards", plan)

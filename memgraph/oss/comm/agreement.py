@@ -58,7 +58,7 @@ def parameter_lines(optimizer: str, groups: Iterable[Mapping[str, Any]]) -> Iter
         options = (f"{name}={format_option(value)}" for name, value in sorted(group.items()) if name != "params")
         yield f"the options of group {place}: {', '.join(options)}"
         for position, parameter in enumerate(group["params"]):
-            yield f"group {place} parameter {position}: {_describe(parameter)}"
+            yield f"group {place} parameter {position}: {describe(parameter)}"
         yield f"the end of group {place}: {len(group['params'])} parameters"
 
 
@@ -73,7 +73,8 @@ def format_option(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _describe(parameter: Tensor) -> str:
+def describe(parameter: Tensor) -> str:
+    """Return type, shape, strides and a checksum of the values."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     frozen = "" if parameter.requires_grad else " frozen"
     spec = f"{dtype}{list(parameter.shape)} strides {list(parameter.stride())} on {parameter.device.type}{frozen}"

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import CollectiveError
+from ...errors import AgreementError, CollectiveError
 from ...oss.comm.agreement import check_agreement, report_errors
-from ...oss.comm.rank_group import all_texts
+from ...oss.comm.rank_group import SHOWN, all_texts
 from ...oss.comm.watchdog import CollectiveWatchdog
 from ...oss.grad_scaler import GradScaler
 
 FIRST_ERROR = "memgraph/first error of a stage"
+PLANNING_ERROR = "memgraph/latest error of planning"
 PLANNING = "the planning of the stages"
 ADVICE = "All ranks have to give the same model, arguments and batch."
 
@@ -36,14 +37,25 @@ class StageGroup:
         self.rank, self.ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if joined else (0, 1)
         self.watchdog = CollectiveWatchdog(self.group) if self.ranks > 1 else None
         self.stage = self.rank  # the one that runs, for the note of an error
+        self.stages = self.ranks
 
     def check_agreement(self, lines: Sequence[str]) -> None:
         """
         Raises:
             AgreementError: lines differ between ranks.
+            Exception: what another rank has raised instead.
         """
-        if self.watchdog is not None:
+        if self.watchdog is None:
+            return
+        try:
             check_agreement(self.watchdog, lines, ADVICE)
+        except AgreementError as difference:
+            reported = self._error_at(PLANNING_ERROR)
+            if reported is None or f"{type(reported).__name__}: {reported}"[:SHOWN].split("\n")[0] not in str(
+                difference
+            ):
+                raise
+            raise reported from difference
 
     def check_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """
@@ -63,12 +75,18 @@ class StageGroup:
 
     @contextmanager
     def reporting(self, subject: str) -> Iterator[None]:
-        """Raise this rank's error, and an AgreementError on the others."""
+        """Raise this rank's error, and the same on the others, or an AgreementError if they don't have its class."""
         if self.watchdog is None:
             yield
             return
         with report_errors(self.watchdog, subject, ADVICE):
-            yield
+            try:
+                yield
+            except Exception as error:
+                note = f"raised in {subject}, on rank {self.watchdog.members[self.rank]}"
+                with suppress(RuntimeError):
+                    self.watchdog.store.set(PLANNING_ERROR, _pickled(error, note))
+                raise
 
     def share(self, own: bytes, name: str) -> list[bytes]:
         """Return the bytes of every rank."""
@@ -92,9 +110,9 @@ class StageGroup:
             yield
         except CollectiveError as error:
             self._close()
-            first = self._first_error()
+            first = self._error_at(FIRST_ERROR)
             if first is None:
-                raise
+                raise self._with_stages(error) from error
             raise first from error
         except BaseException as error:
             self._tell(error)
@@ -113,13 +131,21 @@ class StageGroup:
         if self.watchdog is not None:
             self.watchdog.close_connections()
 
-    def _first_error(self) -> BaseException | None:
+    def _error_at(self, key: str) -> BaseException | None:
         """Return the error that another rank has left, if it can be pickled."""
         assert self.watchdog is not None
         with suppress(RuntimeError):
-            if self.watchdog.store.check([FIRST_ERROR]):
-                return _unpickled(self.watchdog.store.get(FIRST_ERROR))
+            if self.watchdog.store.check([key]):
+                return _unpickled(self.watchdog.store.get(key))
         return None
+
+    def _with_stages(self, error: CollectiveError) -> CollectiveError:
+        """Return the error with the stages of the ranks that it names."""
+        assert self.watchdog is not None
+        places = {rank: self.watchdog.members.index(rank) for rank in error.ranks if rank in self.watchdog.members}
+        numbers = {rank: ", ".join(map(str, range(i, self.stages, self.ranks))) for rank, i in places.items()}
+        lost = "; ".join(f"rank {rank} has stage {stages}" for rank, stages in numbers.items())
+        return CollectiveError(f"{error}; {lost}" if lost else str(error), error.collective, error.ranks)
 
 
 def _pickled(error: BaseException, note: str) -> str:

@@ -66,7 +66,9 @@ def test_a_rank_that_ends_is_named_on_the_others() -> None:
     for rank, found in enumerate(on_ranks(3, _dying, lost=[1])):
         if rank != 1:
             kind, text, _, seconds = found
-            assert (kind, "rank 1 is gone" in text) == ("CollectiveError", True), text
+            assert (kind, "rank 1 is gone" in text, "rank 1 has stage 1" in text) == ("CollectiveError", True, True), (
+                text
+            )
             assert seconds < LIMIT
 
 

@@ -1,0 +1,66 @@
+"""The search for the plan of a stage, until a time.
+
+time_limit=60, two stages on this rank    ->    30 s for the cut, then 15 s for each of the stages
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import passes
+from passes import Machine, PlanResult, Trace, make_plan
+from passes.concurrent_forwards import proven_nbytes
+
+from ..options.compile_options import planning_s
+
+FITTING_S = 120.0  # of search beyond the default limit, while no plan fits
+CUT_SHARE = 0.5  # of the time, to find the best cut
+
+
+@dataclass(frozen=True)
+class StageSearch:
+    """Searches for a plan until a time.
+
+    Attributes:
+        until: in seconds of `time.monotonic`.
+        is_bounded: False if a longer search is better than no plan.
+    """
+
+    until: float = math.inf
+    is_bounded: bool = True
+
+    @classmethod
+    def beginning(cls, time_limit: float | None, begin: float) -> StageSearch:
+        """Return the search after a capture that has begun then."""
+        now = time.monotonic()
+        return cls(now + planning_s(time_limit, now - begin), time_limit is not None)
+
+    def shares(self, count: int) -> Iterator[StageSearch]:
+        """Yield searches that come one after the other, with equal shares of what is left."""
+        for i in range(count):
+            yield self.of_share(1 / (count - i))
+
+    def of_share(self, share: float) -> StageSearch:
+        now = time.monotonic()
+        return replace(self, until=now + share * max(0.0, self.until - now))
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.until
+
+    def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
+        """Return the best plan that is found.
+
+        Raises:
+            passes.BudgetError: none was found.
+        """
+        try:
+            return make_plan(trace, machine, seconds=max(0.0, self.until - time.monotonic()))
+        except passes.BudgetError as error:
+            late = self.until + FITTING_S
+            if self.is_bounded or not error.timed_out or proven_nbytes(trace, machine) > machine.budget:
+                raise
+            return make_plan(trace, machine, seconds=max(0.0, late - time.monotonic()))

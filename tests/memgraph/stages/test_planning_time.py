@@ -1,0 +1,79 @@
+"""Stages are searched for plans once they are cut; until then the quick passes alone run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import memgraph
+from memgraph import BudgetError
+from memgraph.stages import stage_search
+from passes import Machine, PlanResult, Trace, make_plan
+from passes.concurrent_forwards import fitting_beside, fitting_forwards, open_forward_nbytes, unplanned_nbytes
+from tests.passes.stages.test_cut import chain, quick
+from tests.support.ranks import on_ranks
+from tests.support.staged_models import made, wide
+
+
+def _searches(rank: int, budgets: Any, time_limit: float | None) -> tuple[int, bool, list[int]]:
+    """Return how often this rank has searched, with any time left, and the forecasts."""
+    searched = []
+
+    def counted(trace: Trace, machine: Machine, seconds: float) -> PlanResult:
+        searched.append(seconds)
+        return make_plan(trace, machine, seconds=seconds)
+
+    model, batch = wide(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_search, "make_plan", counted)
+        pipe = memgraph.pipeline(model, budgets, 4, time_limit=time_limit)
+        pipe.prepare(**batch)
+    return len(searched), any(seconds > 0 for seconds in searched), [*pipe._latest.peaks]
+
+
+def _smallest(rank: int, name: str, rows: int, chunks: int) -> list[int]:
+    model, batch = wide(rows) if name == "wide" else made(name, rows)
+    with pytest.raises(BudgetError) as caught:
+        memgraph.pipeline(model, "2KB", chunks).prepare(**batch)
+    return list(json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]"))
+
+
+def test_each_rank_searches_for_its_own_stage_alone() -> None:
+    budgets = on_ranks(2, _smallest, "wide", 8, 4)[0]
+    for limit, is_timed in ((None, True), (0.0, False)):
+        results = on_ranks(2, _searches, budgets, limit)
+        assert [each[0] <= 3 for each in results] == [True, True], results
+        assert any(each[1] for each in results) is is_timed
+        assert all(peak <= budget for peak, budget in zip(results[0][2], budgets, strict=True))
+
+
+def _prepared(rank: int, budgets: Any) -> list[int]:
+    model, batch = made("t5", 7)
+    pipe = memgraph.pipeline(model, budgets, 3)
+    pipe.prepare(**batch)
+    return [*pipe._latest.peaks]
+
+
+@pytest.mark.slow
+def test_the_smallest_budgets_work_for_micro_batches_whose_ops_differ() -> None:
+    budgets = on_ranks(2, _smallest, "t5", 7, 3)[0]
+    peaks = on_ranks(2, _prepared, budgets)[0]
+    assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
+def test_a_forward_beside_larger_ones_holds_no_more_than_they_do() -> None:
+    larger, smaller = chain([(100, 4.0)] * 8), chain([(60, 4.0)] * 9)
+    budget = int(0.6 * unplanned_nbytes(larger, Machine(0), 3))
+    first = fitting_forwards(larger, Machine(budget), 3, None)
+    assert first is not None and first.plan
+    nbytes = open_forward_nbytes(first.forecast)
+    second = fitting_beside(smaller, Machine(budget), 3, nbytes, quick)
+    assert second is not None and open_forward_nbytes(second.forecast) <= nbytes
+
+
+@pytest.mark.parametrize("given, kind", [("soon", TypeError), (-1.0, ValueError)])
+def test_a_time_limit_that_is_none_is_refused(given: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="time_limit"):
+        memgraph.pipeline(wide(8)[0], "1GB", time_limit=given)
