@@ -68,11 +68,15 @@ def fitting_forwards(
         until: when the quick passes leave it at a plan that fits, as `time.monotonic` has it.
     """
     trace = without_others(trace)
-    machine = _without_useless_tier(trace, machine)
-    if not _is_single(trace, count):
-        return _Limits(trace, machine, count).best(search, until)
-    with suppress(BudgetError):
-        return (search or _quick_plan)(trace, machine)
+    for each in _with_useful_tier(trace, machine):
+        if not _is_single(trace, count):
+            found = _Limits(trace, each, count).best(search, until)
+        else:
+            found = None
+            with suppress(BudgetError):
+                found = (search or _quick_plan)(trace, each)
+        if found is not None:
+            return found
     return None
 
 
@@ -82,9 +86,12 @@ def fitting_beside(
     """Return a plan for a forward beside others that hold so many bytes each, which holds no more itself."""
     if _is_single(trace, count):
         return fitting_forwards(trace, machine, count, search)
-    limits = _Limits(without_others(trace), _without_useless_tier(trace, machine), count)
     found = (
-        choice for each in (search, _quick_plan) if each for choice in limits.limited(open_nbytes, each, open_nbytes)
+        choice
+        for known in _with_useful_tier(trace, machine)
+        for each in (search, _quick_plan)
+        if each
+        for choice in _Limits(without_others(trace), known, count).limited(open_nbytes, each, open_nbytes)
     )
     return next(found, None)
 
@@ -256,18 +263,25 @@ def _is_single(trace: Trace, count: int) -> bool:
 
 def _fits(trace: Trace, machine: Machine, count: int) -> bool:
     """Return True if the quick passes find a plan."""
-    machine = _without_useless_tier(trace, machine)
-    if not _is_single(trace, count):
-        return _Limits(trace, machine, count).fits
-    with suppress(BudgetError):
-        return bool(_quick_plan(trace, machine))
+    for each in _with_useful_tier(trace, machine):
+        if not _is_single(trace, count):
+            if _Limits(trace, each, count).fits:
+                return True
+        else:
+            with suppress(BudgetError):
+                return bool(_quick_plan(trace, each))
     return False
 
 
-def _without_useless_tier(trace: Trace, machine: Machine) -> Machine:
-    """Return the machine without its tier, if no plan has room for the staging of copies."""
-    is_useless = proven_nbytes(trace, machine) + machine.link.staging > machine.budget
-    return replace(machine, link=Link()) if is_useless else machine
+def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:
+    """Return the machine, if a plan may have room for the staging of copies, and the same without its tier.
+
+    The quick passes may find a plan that recomputes only where they find none that offloads.
+    """
+    without = replace(machine, link=Link())
+    if proven_nbytes(trace, machine) + machine.link.staging > machine.budget:
+        return (without,)
+    return (machine, without) if machine.link.works else (machine,)
 
 
 def proven_nbytes(trace: Trace, machine: Machine) -> int:
