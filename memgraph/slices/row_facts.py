@@ -116,10 +116,6 @@ def _order_of_squeeze(node: fx.Node) -> list[int]:
     return [-2 if dim in dims else dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1]
 
 
-def _expanded(node: fx.Node) -> Iterator[RowRule]:
-    yield from _elementwise(node)
-
-
 def _without(dims_of: Callable[[fx.Node], Iterable[int]]) -> Callable[[fx.Node], Iterator[RowRule]]:
     """Return the rules of an op that mixes elements along some dimensions only, and keeps the number of them."""
 
@@ -238,7 +234,7 @@ RULES: Mapping[Any, Callable[[fx.Node], Iterator[RowRule]]] = {
     aten.squeeze.default: _permuted(_order_of_squeeze),
     aten.squeeze.dim: _permuted(_order_of_squeeze),
     aten.squeeze.dims: _permuted(_order_of_squeeze),
-    aten.expand.default: _expanded,
+    aten.expand.default: _elementwise,
     aten.slice.Tensor: _without(_dim(1)),
     aten.slice_backward.default: _without(_dim(2)),
     aten.cat.default: _without(_dim(1)),

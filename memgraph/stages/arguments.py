@@ -178,18 +178,8 @@ class GivenArguments:
             raise ValueError(
                 f"{len(budgets)} budgets are given for {group.ranks} ranks; give one for each rank, or one for all"
             )
-        stages = group.ranks * self.stages_per_rank
-        balance: object = self.balance
-        if balance is not None and not (
-            isinstance(balance, list | tuple) and all(type(each) is int for each in balance)
-        ):
-            raise TypeError(f"balance={balance!r}; give a list of integers, the op at which each stage begins")
-        if self.balance is not None and len(self.balance) != stages:
-            raise ValueError(
-                f"balance has {len(self.balance)} entries for {stages} stages; give where each of them begins"
-            )
+        begins = self._begins(group.ranks * self.stages_per_rank)
         nbytes = tuple(budget_nbytes(each, device) for each in budgets)
-        begins = None if self.balance is None else tuple(self.balance)
         return PipelineArguments(
             nbytes,
             self.chunks,
@@ -202,6 +192,20 @@ class GivenArguments:
             spill_dir,
             time_limit,
         )
+
+    def _begins(self, stages: int) -> tuple[int, ...] | None:
+        """
+        Raises:
+            TypeError, ValueError: `balance` is not one number for each stage.
+        """
+        balance: object = self.balance
+        if balance is None:
+            return None
+        if not isinstance(balance, list | tuple) or any(type(each) is not int for each in balance):
+            raise TypeError(f"balance={balance!r}; give a list of integers, the op at which each stage begins")
+        if len(balance) != stages:
+            raise ValueError(f"balance has {len(balance)} entries for {stages} stages; give where each of them begins")
+        return tuple(balance)
 
     def _replicated(self, model: nn.Module) -> tuple[str | int, ...]:
         """
