@@ -2,7 +2,7 @@
 
 print(report)          fits: forecast 649.2 MB, measured 649.2 MB, budget 649.3 MB ...    (see `printout.py`)
 report.overhead        0.032
-report.to_json()       the plan as text, for `memgraph.compile(..., plan=text)`
+report.to_json()       the plan as text, for `memgraph.compile(..., plan=text)` and `Report.from_json(text)`
 report.to_networkx()   the planned step as a graph, for drawing or analysis
 """
 
@@ -17,7 +17,8 @@ from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
 from .printout import printout
 from .report_data import ReportData
-from .saved_plan import record_plan
+from .report_file import read_report, write_report
+from .saved_plan import SavedPlan
 from .tables import printed
 
 if TYPE_CHECKING:
@@ -53,8 +54,20 @@ class Report(ReportData):
         return replace(self, measured=max(self.measured or 0, resident + nbytes))
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, for `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
-        return record_plan(self.choice, self.machine, self.slices).to_json()
+        """Return plan and measurements as JSON text, for `memgraph.compile(model, budget, plan=text)` and `from_json`.
+
+        docs/plans.md describes each field.
+        """
+        return write_report(self).to_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Return the report that `to_json` wrote; no model is needed.
+
+        Raises:
+            PlanError: the text is not a plan, is damaged, or has another format.
+        """
+        return cls(**read_report(SavedPlan.from_json(text)))
 
     def to_networkx(self) -> nx.DiGraph:
         """Return the planned step as a graph; `networkx.write_graphml(report.to_networkx(), "step.graphml")` draws it.

@@ -29,10 +29,13 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
     """
     both = [(step, without_prices(step)) for step in (trace, released(trace))]
     matching = (
-        (plan, step) for plan in plans for step, bare in both if plan.step == reslice_microbatches(bare, plan.step)
+        (plan, step)
+        for plan in plans
+        for step, bare in both
+        if plan.bare_step == reslice_microbatches(bare, plan.bare_step)
     )
     plan, trace = next(matching, (plans[0], trace))
-    trace = reslice_microbatches(trace, plan.step)
+    trace = reslice_microbatches(trace, plan.bare_step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:
@@ -54,7 +57,7 @@ def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
     there, here = (known.device.partition(":")[0] for known in (plan.machine, machine))
     if there != here:
         raise PlanError(f"the saved plan is for {there}, and the model is on {here}; {REPLAN}")
-    if found := _difference(plan.step, trace):
+    if found := _difference(plan.bare_step, trace):
         raise PlanError(f"the saved plan is for {found}\n{REPLAN}")
 
 

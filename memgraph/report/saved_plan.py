@@ -1,9 +1,11 @@
-"""A plan as text that can be saved and reused.
+"""A plan as text that can be saved, shown and reused.
 
     text = report.to_json()
     model = memgraph.compile(model, "8GB", plan=text)   ->   the same decisions, without a search
+    print(memgraph.Report.from_json(text))              ->   the same report, without the model
 
 The text is JSON, one line a decision and one an op, with a digest.  `reuse_plan` checks whether a plan fits a step.
+docs/plans.md describes each field.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
 
-FORMAT = 4
+FORMAT = 5
 REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine
@@ -35,13 +38,14 @@ class SavedPlan:
     """The decisions of one step; `from_json(plan.to_json()) == plan`.
 
     Attributes:
-        step: the step as captured, without prices and source lines.
+        step: the step as captured, with the prices of its ops.
         machine: the budget, the device and the links that it was planned for.
         torch: the version of torch that captured it.
         prices: digest of the prices of ops and links; with other prices the bounds prove nothing.
         peak: the forecast, in bytes. us: the same in microseconds.
         slices: that the step is in; `step` has them carried out.
         bound_us, any_us: proven bounds on the microseconds that a plan adds; see `passes.Proposal`.
+        facts: what was measured of the step; see `report_file.py`.
     """
 
     plan: Plan
@@ -54,6 +58,12 @@ class SavedPlan:
     bound_us: float = 0.0
     any_us: float = 0.0
     slices: tuple[Slice, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def bare_step(self) -> Trace:
+        """The step without prices and source lines, which may differ where it is the same step."""
+        return without_prices(self.step)
 
     def to_json(self) -> str:
         """Return the plan as JSON with a digest, so that changed text is refused."""
@@ -67,6 +77,7 @@ class SavedPlan:
             "any_us": self.any_us,
             "prices": self.prices,
             "slices": list(map(str, self.slices)),
+            "facts": self.facts,
             "decisions": list(map(str, self.plan)),
             "step": str(self.step).split("\n"),
         }
@@ -93,7 +104,8 @@ class SavedPlan:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
             slices = tuple(map(parse_slice, facts["slices"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
-            return cls(plan, step, _machine(facts["machine"]), **_typed(cls, facts, names), slices=slices)
+            proven = _typed(cls, facts, names)
+            return cls(plan, step, _machine(facts["machine"]), **proven, slices=slices, facts=dict(facts["facts"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the saved plan can't be read: {error}; {REPLAN}") from error
 
@@ -101,14 +113,15 @@ class SavedPlan:
 PlanRecord = SavedPlan | str | PathLike[str]
 
 
-def record_plan(choice: PlanResult, machine: Machine, slices: tuple[Slice, ...] = ()) -> SavedPlan:
+def record_plan(
+    choice: PlanResult, machine: Machine, slices: tuple[Slice, ...] = (), facts: dict[str, Any] | None = None
+) -> SavedPlan:
     """Return the plan in the form that is saved."""
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
-    return SavedPlan(
-        choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven, slices
-    )
+    bytes_and_us = forecast.peak, forecast.us
+    return SavedPlan(choice.plan, trace, known, version, prices, *bytes_and_us, *proven, slices, facts or {})
 
 
 def saved_plan(given: PlanRecord) -> SavedPlan:
