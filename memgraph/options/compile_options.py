@@ -111,10 +111,23 @@ class CompileOptions:
         return select_losses if self.forwards == 1 else select_all
 
 
+DEFAULTS: PlanArguments = {
+    "optimizer": None,
+    "spill_dir": None,
+    "wire_dtype": None,
+    "fuse_update": False,
+    "host_update": False,
+    "pinned": None,
+    "accumulate": None,
+    "forwards": 1,
+    "cuda_graphs": False,
+}  # of the arguments that others are checked against
+
+
 def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOptions:
     """Return the options that these arguments ask for; raises as `memgraph.compile`."""
     saved = given.pop("plan", None)
-    checked = {name: check_argument(name, value) for name, value in {"budget": budget, **given}.items()}
+    checked = {name: check_argument(name, value) for name, value in {"budget": budget, **DEFAULTS, **given}.items()}
     _refuse_mixed(checked, saved is not None)
     if checked["spill_dir"] is not None:
         spill_folder(checked["spill_dir"])

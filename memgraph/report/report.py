@@ -8,6 +8,7 @@ report.to_networkx()   the planned step as a graph, for drawing or analysis
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,12 @@ from rich.console import RenderableType
 
 from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
+from .chrome_trace import chrome_trace
+from .plan_diff import PlanDiff, changes
 from .printout import printout
 from .report_data import ReportData
 from .report_file import read_report, write_report
-from .saved_plan import SavedPlan
+from .saved_plan import SavedPlan, without_prices
 from .tables import printed
 
 if TYPE_CHECKING:
@@ -68,6 +71,18 @@ class Report(ReportData):
             PlanError: the text is not a plan, is damaged, or has another format.
         """
         return cls(**read_report(SavedPlan.from_json(text)))
+
+    def to_chrome_trace(self) -> str:
+        """Return the planned step as JSON for Perfetto and chrome://tracing: queues, and bytes by kind."""
+        return json.dumps(chrome_trace(self.forecast))
+
+    def diff(self, other: Report) -> PlanDiff:
+        """Return what the plan of `other` decides differently from this one."""
+        before, after = self.choice, other.choice
+        same = without_prices(before.captured.trace) == without_prices(after.captured.trace)
+        decided = changes((before.captured.trace, before.plan), (after.captured.trace, after.plan))
+        times = self.predicted_us, other.predicted_us
+        return PlanDiff((self.budget, other.budget), (self.peak, other.peak), times, same, decided)
 
     def to_networkx(self) -> nx.DiGraph:
         """Return the planned step as a graph; `networkx.write_graphml(report.to_networkx(), "step.graphml")` draws it.

@@ -44,7 +44,7 @@ def write_report(report: ReportData) -> SavedPlan:
 
 
 def read_report(saved: SavedPlan) -> dict[str, Any]:
-    """Return the fields of the report that was saved; its forecasts are made anew from the step and the plan.
+    """Return the fields of the report that was saved; forecasts are computed from the step and the plan.
 
     Raises:
         PlanError: the plan can't be carried out on its step, or a fact is not of its field's type.

@@ -1,0 +1,1 @@
+"""The command line: `memgraph plan`, `sweep`, `show`, `diff`, `explain`, `verify`, `doctor`, `demo`."""

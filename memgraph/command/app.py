@@ -1,0 +1,56 @@
+"""The command `memgraph`.
+
+    memgraph plan train.py:setup --budget 8GB   ->   the report on stdout, progress on stderr, exit code 0 or 3
+
+Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from passes import BudgetError
+
+from ..errors import MemgraphError
+from .demo import demo
+from .doctor import doctor
+from .files import diff, show
+from .output import fail
+from .planning import explain, plan, sweep
+
+UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of typer's own copy of it
+FITS, FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+
+app = typer.Typer(
+    name="memgraph",
+    help="Will a training step fit a number of bytes, what does it cost, and why is its peak there?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for each in (plan, sweep, explain, show, diff, doctor, demo):
+    app.command()(each)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        return code if isinstance(code, int) else FITS
+    except UsageError as error:
+        error.show()
+        return USAGE
+    except BudgetError as error:
+        return fail(str(error), DOES_NOT_FIT)
+    except (KeyboardInterrupt, typer.Abort):
+        return fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # as when the output is piped into `head`
+        sys.stderr.close()
+        return FAILED
+    except (MemgraphError, OSError, TypeError, ValueError) as error:
+        return fail(f"{type(error).__name__}: {error}", FAILED)

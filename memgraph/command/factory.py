@@ -1,0 +1,96 @@
+"""The model that a command line names, as a function of a file or a module.
+
+    train.py:setup         def setup(): return {"model": model, "args": (x,), "optimizer": optimizer, "loss": None}
+    my.package:make_model  def make_model(): return model, x
+
+A factory returns a dict, or the module followed by the arguments of its call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+KEYS = ("model", "args", "kwargs", "optimizer", "loss")
+FORMS = (
+    "return a dict with model, args, kwargs, optimizer and loss (all but model may be left out), or (model, *arguments)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A module, and the arguments that it is called with."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Callable[..., Any] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for `memgraph.plan` and `memgraph.sweep`."""
+        return {**self.kwargs, "optimizer": self.optimizer, "loss": self.loss}
+
+
+def load_call(target: str) -> Call:
+    """Import a file or a module and call the factory in it.
+
+    Args:
+        target: `FILE:FACTORY` or `MODULE:FACTORY`.
+
+    Raises:
+        typer.BadParameter: there is no such file, module or factory, or it returns something else.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise typer.BadParameter(f"{target!r} names no factory: write FILE:FACTORY, as in train.py:setup")
+    found = getattr(_module(where), name, None)
+    if not callable(found):
+        raise typer.BadParameter(f"{where} has no function {name!r}: define one; {FORMS}")
+    return _call(found(), target)
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name and where.startswith(error.name):
+                raise typer.BadParameter(f"there is no module {where!r}: {error}") from error
+            raise
+    path = Path(where)
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {where!r} in {Path.cwd()}")
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python train.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look classes up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(made: Any, target: str) -> Call:
+    if isinstance(made, nn.Module):
+        return Call(made)
+    if isinstance(made, Sequence) and made and isinstance(made[0], nn.Module):
+        return Call(made[0], tuple(made[1:]))
+    if isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module):
+        if unknown := set(made) - set(KEYS):
+            raise typer.BadParameter(f"{target} returned unknown {', '.join(sorted(map(str, unknown)))}; {FORMS}")
+        args = made.get("args", ())
+        given = {**made, "args": tuple(args) if isinstance(args, list | tuple) else (args,)}
+        return Call(**given)
+    raise typer.BadParameter(f"{target} returned {type(made).__name__}, which has no module: {FORMS}")

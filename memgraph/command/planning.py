@@ -1,0 +1,118 @@
+"""Commands that plan: one budget, many budgets, or none.
+
+memgraph plan train.py:setup --budget 8GB --html plan.html
+memgraph sweep train.py:setup
+memgraph explain train.py:setup
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import networkx as nx
+import typer
+
+from ..api.budget_sweep import sweep as plan_for_each
+from ..api.compiler import plan as plan_call
+from ..api.unplanned import unplanned
+from ..report.report import Report
+from .factory import load_call
+from .output import say, write
+
+Target = Annotated[
+    str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Tier = Annotated[str, typer.Option(help="where tensors may be offloaded: auto, disk, host or none")]
+Limit = Annotated[float | None, typer.Option(help="seconds of planning after capture; 0 runs the quick pass only")]
+Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their rows where that is needed")]
+
+
+def plan(
+    target: Target,
+    budget: Annotated[str, typer.Option(help='bytes of the device, as "8GB", "8GiB" or 8000000000')],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write the timeline to this file, for Perfetto")] = None,
+    graphml: Annotated[Path | None, typer.Option(help="write the graph of the planned step to this file")] = None,
+    time_limit: Limit = None,
+    offload: Tier = "auto",
+    slices: Slices = False,
+    as_json: Json = False,
+) -> int:
+    """Plan a training step under a budget, without running it.
+
+    \b
+        memgraph plan train.py:setup --budget 8GB
+        memgraph plan train.py:setup --budget 8GB -o plan.json && memgraph show plan.json
+        memgraph plan train.py:setup --budget 8GB --json | jq .peak
+
+    \b
+    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage.
+    """
+    say(f"loading {target}")
+    call = load_call(target)
+    say("capturing the step")
+    options = _options(time_limit, offload, slices="auto" if slices else None)
+    report = plan_call(call.model, *call.args, budget=_number(budget), **options, **call.options)
+    _save(report, output, trace, graphml)
+    write(report, as_json)
+    return 0
+
+
+def sweep(
+    target: Target,
+    budgets: Annotated[list[str] | None, typer.Option("--budget", help="a budget to plan for; may be repeated")] = None,
+    time_limit: Limit = None,
+    offload: Tier = "auto",
+    as_json: Json = False,
+) -> int:
+    """Show the time of a step for every budget, down to the smallest that works.
+
+    \b
+        memgraph sweep train.py:setup
+        memgraph sweep train.py:setup --budget 8GB --budget 6GB --json
+    """
+    say(f"loading {target}")
+    call = load_call(target)
+    say("capturing the step")
+    wanted = [_number(budget) for budget in budgets] if budgets else None
+    options = _options(time_limit, offload)
+    found = plan_for_each(call.model, *call.args, budgets=wanted, **options, **call.options)
+    write(found, as_json)
+    return 0 if any(point.fits for point in found.points) else 3
+
+
+def explain(target: Target, as_json: Json = False) -> int:
+    """Show what is on the device at the peak of a step as it is: kinds, tensors, modules and source lines.
+
+    \b
+        memgraph explain train.py:setup
+    """
+    say(f"loading {target}")
+    call = load_call(target)
+    say("capturing the step")
+    write(unplanned(call.model, *call.args, **call.options), as_json)
+    return 0
+
+
+def _options(time_limit: float | None, offload: str, **more: Any) -> dict[str, Any]:
+    return {"time_limit": time_limit, "offload": None if offload == "none" else offload, **more}
+
+
+def _number(budget: str) -> str | float:
+    """Read a share of the device's memory, as 0.5; other budgets are parsed by `memgraph.plan`."""
+    return float(budget) if re.fullmatch(r"0?\.\d+|1\.0*", budget) else budget
+
+
+def _save(report: Report, output: Path | None, trace: Path | None, graphml: Path | None) -> None:
+    if output is not None:
+        output.write_text(report.to_json())
+        say(f"wrote {output}")
+    if trace is not None:
+        trace.write_text(report.to_chrome_trace())
+        say(f"wrote {trace}; open it at ui.perfetto.dev or chrome://tracing")
+    if graphml is not None:
+        nx.write_graphml(report.to_networkx(), graphml)
+        say(f"wrote {graphml}")

@@ -1,0 +1,123 @@
+"""The difference of two plans: bytes, time, and the values that they treat differently.
+
+before.diff(after)   ->   peak 31.5 -> 24.1 MB; step 564.2 -> 590.0 ms
+                          recompute -> offload   6 x aten.gelu.default   *.1   25.2 MB
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from passes import Op, Plan, Trace
+
+from .tables import mb, ms, printed, table
+
+KEPT = "keep"
+ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Values that one plan treats as `before` and the other as `after`, folded over equal layers.
+
+    Attributes:
+        before, after: "keep", "recompute", "offload", "stream", or several; "absent" if the step has no such value.
+        nbytes: of all `count` values.
+    """
+
+    before: str
+    after: str
+    fn: str
+    where: str
+    nbytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDiff:
+    """The decisions in which two plans differ, the largest values first.
+
+    Attributes:
+        budgets, peaks: bytes of both. us: microseconds of both, by forecast.
+        same_step: True if both are plans of the same ops.
+    """
+
+    budgets: tuple[int, int]
+    peaks: tuple[int, int]
+    us: tuple[float, float]
+    same_step: bool
+    changes: tuple[Change, ...]
+
+    def to_json(self) -> str:
+        """Return the difference as JSON; the fields are those of this class."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def __rich__(self) -> RenderableType:
+        lines = [
+            f"budget   {_pair(self.budgets)}",
+            f"forecast {_pair(self.peaks)}, {self.peaks[1] - self.peaks[0]:+d} B",
+            f"step     {ms(self.us[0])} -> {ms(self.us[1])}" + (_share(*self.us)),
+        ]
+        if not self.same_step:
+            lines.append("the steps differ: values are compared by name")
+        head = Text("\n".join(lines))
+        if not self.changes:
+            return Group(head, Text("both decide the same"))
+        rows = table("decided differently", "before", "after", "op", "where", "bytes", right=("bytes",))
+        for change in self.changes:
+            fn = change.fn if change.count == 1 else f"{change.count} x {change.fn}"
+            rows.add_row(change.before, change.after, fn, change.where, mb(change.nbytes))
+        return Group(head, Text(""), rows)
+
+
+def changes(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> tuple[Change, ...]:
+    """Return what is decided differently of two steps, each given with its plan."""
+    folded: dict[tuple[str, str, str, str], Change] = {}
+    for change in _each_change(before, after):
+        where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", change.where)
+        key = (change.before, change.after, change.fn, where)
+        if key in folded:
+            total = folded[key]
+            change = Change(*key, total.nbytes + change.nbytes, total.count + 1)
+        folded[key] = change
+    return tuple(sorted(folded.values(), key=lambda change: -change.nbytes))
+
+
+def _each_change(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> Iterator[Change]:
+    old, new = _verbs(before[1]), _verbs(after[1])
+    for name in dict.fromkeys([*old, *new]):
+        was, now = (_verb(name, trace, verbs) for (trace, _), verbs in ((before, old), (after, new)))
+        if was != now:
+            op: Op = (after[0].op.get(name) or before[0].op.get(name)) or Op(name, name)
+            yield Change(was, now, op.fn, op.where, op.nbytes)
+
+
+def _verbs(plan: Plan) -> dict[str, str]:
+    """Map each value to what is decided of it, but for reloads, which follow from the rest."""
+    verbs: dict[str, dict[str, None]] = {}
+    for decision in plan:
+        verb = type(decision).__name__.lower()
+        if verb != "reload":
+            verbs.setdefault(decision.value, {})[verb] = None
+    return {value: " and ".join(found) for value, found in verbs.items()}
+
+
+def _verb(name: str, trace: Trace, verbs: dict[str, str]) -> str:
+    return verbs.get(name, KEPT) if name in trace.op else ABSENT
+
+
+def _pair(sizes: tuple[int, int]) -> str:
+    return f"{mb(sizes[0])} -> {mb(sizes[1])}"
+
+
+def _share(before_us: float, after_us: float) -> str:
+    return f", {after_us / before_us - 1:+.1%}" if before_us else ""

@@ -1,0 +1,191 @@
+"""The command line, run as its users run it: in a process of its own, with its exit codes, on a real factory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+
+import memgraph
+from memgraph.command.app import main
+from memgraph.command.factory import load_call
+
+FACTORY = """
+import torch
+from torch import nn
+
+def setup():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
+    return {"model": model, "args": (torch.randn(128, 64),), "optimizer": torch.optim.AdamW(model.parameters())}
+
+def pair():
+    return nn.Linear(8, 8), torch.randn(4, 8)
+
+def alone():
+    return nn.Linear(8, 8)
+
+def nothing():
+    return 3
+
+def misspelt():
+    return {"model": nn.Linear(8, 8), "arguments": ()}
+
+def broken():
+    raise ValueError("no data today")
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "factory_of_test.py").write_text(FACTORY)
+    return f"{tmp_path}/factory_of_test.py"
+
+
+@pytest.fixture
+def plans(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Path]:
+    """Files of two plans of one step."""
+    assert main(["explain", f"{target}:setup", "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["peak"]
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    for file, share in zip(files, (0.9, 0.75), strict=True):
+        budget = str(int(share * peak))
+        assert main(["plan", f"{target}:setup", "--budget", budget, "-o", str(file), "--time-limit", "5"]) == 0
+    capsys.readouterr()
+    return files
+
+
+def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
+    assert done.returncode == 0
+    assert memgraph.Report.from_json(done.stdout).budget == 10**9
+    assert "capturing" in done.stderr and "{" not in done.stderr
+
+
+def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{target}:setup", "--budget", "100KB"]) == 3
+    assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
+
+
+def test_a_plan_is_written_shown_and_compared(
+    plans: tuple[Path, Path], target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = map(str, plans)
+    assert main(["show", one]) == 0
+    assert capsys.readouterr().out.startswith("fits: forecast")
+    assert main(["show", one, "--json"]) == 0
+    assert capsys.readouterr().out == plans[0].read_text() + "\n"
+    assert main(["diff", one, other, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_step"] and found["changes"]
+    assert found["peaks"] == [memgraph.SavedPlan.from_json(file.read_text()).peak for file in plans]
+    model, *_ = _setup(target)
+    assert memgraph.compile(model, "1GB", plan=one)  # the file that it writes is one that compile takes
+
+
+def test_a_timeline_and_a_graph_are_written(target: str, tmp_path: Path) -> None:
+    trace, graph = tmp_path / "t.json", tmp_path / "g.graphml"
+    assert main(["plan", f"{target}:setup", "--budget", "1GB", "--trace", str(trace), "--graphml", str(graph)]) == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "return" in nx.read_graphml(graph)
+
+
+def test_a_sweep_is_printed_and_given_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["sweep", f"{target}:setup", "--budget", "1GB", "--budget", "0.5", "--budget", "100KB", "--json"]
+    assert main([*given, "--time-limit", "1"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["us"] is not None for point in points] == [True, True, False]
+
+
+def test_a_sweep_in_which_nothing_fits_is_exit_code_3(target: str) -> None:
+    assert main(["sweep", f"{target}:setup", "--budget", "100KB", "--time-limit", "0"]) == 3
+
+
+def test_the_peak_is_explained_with_the_step_as_it_is(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{target}:setup", "--json"]) == 0
+    found = memgraph.Report.from_json(capsys.readouterr().out)
+    model, x, optimizer = _setup(target)
+    assert found.peak == memgraph.plan(model, x, budget="1GB", optimizer=optimizer).peak == found.budget
+    assert found.plan == ()
+
+
+def test_factories_may_return_a_module_with_arguments(target: str) -> None:
+    assert main(["plan", f"{target}:pair", "--budget", "1MB"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "Usage"),
+        (["plan"], "Missing argument"),
+        (["plan", "nowhere", "--budget", "1GB"], "names no factory"),
+        (["plan", "nowhere.py:setup", "--budget", "1GB"], "there is no file 'nowhere.py'"),
+        (["plan", "no_such_module:setup", "--budget", "1GB"], "there is no module 'no_such_module'"),
+        (["plan", "{}:absent", "--budget", "1GB"], "has no function 'absent'"),
+        (["plan", "{}:nothing", "--budget", "1GB"], "returned int, which has no module"),
+        (["plan", "{}:misspelt", "--budget", "1GB"], "returned unknown arguments"),
+        (["plan", "{}:setup", "--budget", "1GB", "--offlaod", "disk"], "No such option"),
+        (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
+        (["diff", "nowhere.json"], "Missing argument"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(
+    given: list[str], said: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([each.format(target) for each in given]) == 2
+    written = capsys.readouterr()
+    assert said in written.err + written.out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["plan", "{}:setup", "--budget", "8 gigs"], "can't be read"),
+        (["plan", "{}:broken", "--budget", "1GB"], "no data today"),
+        (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
+        (["show", "{}"], "not JSON"),
+    ],
+)
+def test_an_error_is_exit_code_1_and_one_line(
+    given: list[str], said: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([each.format(target) for each in given]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_is_exit_code_130(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memgraph.command.planning.plan_call", interrupted)
+    assert main(["plan", f"{target}:setup", "--budget", "1GB"]) == 130
+
+
+def test_the_doctor_looks_at_disk_memory_and_versions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--json", "--spill-dir", str(tmp_path)]) == 0
+    found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
+    assert {"system", "torch", "highspy", "cores", "memory", "allocator", "GPU", "disk", "cache"} <= found.keys()
+    assert all(each["advice"] for each in found.values() if each["verdict"] != "ok")
+    assert str(tmp_path) in found["disk"]["found"]
+
+
+def test_the_demo_trains_to_equal_losses_under_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["demo", "--steps", "2", "-o", str(file)]) == 0
+    assert "equal to the bit" in capsys.readouterr().out
+    report = memgraph.Report.from_json(file.read_text())
+    assert report.measured is not None
+    assert report.measured <= report.peak <= report.budget
+
+
+def _setup(target: str) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer]:
+    call = load_call(f"{target}:setup")
+    assert call.optimizer is not None
+    return call.model, call.args[0], call.optimizer
