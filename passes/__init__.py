@@ -6,14 +6,19 @@ from .ir.invariants import BrokenTrace, check
 from .ir.liveness import Lifetime, lifetimes
 from .ir.machine import Cast, Link, Machine, Network, Streaming
 from .ir.trace import INPUTS, Op, Storage, Trace, parse
+from .lp.verify_bound import proven_us
 from .pipeline import PASSES, make_plan
+from .simulate.bound_proof import NO_PROOFS, BoundProof, BoundProofs, parse_proofs
 from .simulate.forecast import KINDS, Copy, Forecast, predict
 from .simulate.plan_result import PlanResult, Proposal
 
 __all__ = [
     "INPUTS",
     "KINDS",
+    "NO_PROOFS",
     "PASSES",
+    "BoundProof",
+    "BoundProofs",
     "BrokenTrace",
     "BudgetError",
     "Cast",
@@ -41,5 +46,7 @@ __all__ = [
     "make_plan",
     "parse",
     "parse_plan",
+    "parse_proofs",
     "predict",
+    "proven_us",
 ]

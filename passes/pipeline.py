@@ -29,6 +29,7 @@ from .order.microbatch_order import slice_microbatches
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast
+from .simulate.bound_proof import BoundProofs
 from .simulate.forecast import predict
 from .simulate.plan_result import PlanResult, Proposal
 
@@ -203,5 +204,7 @@ def _better(best: PlanResult, proposal: Proposal, machine: Machine) -> PlanResul
         over = result.forecast.peak > machine.budget
         return over, result.forecast.peak if over else result.forecast.us, result.forecast.peak
 
-    bound_us, any_us = max(best.bound_us, proposal.bound_us), max(best.any_us, proposal.any_us)
-    return replace(min(best, new, key=rank), bound_us=bound_us, any_us=any_us)
+    bounds: tuple[PlanResult | Proposal, ...] = best, proposal
+    once, many = max(bounds, key=lambda each: each.bound_us), max(bounds, key=lambda each: each.any_us)
+    proofs = BoundProofs(once.proofs.once, many.proofs.any_plan)
+    return replace(min(best, new, key=rank), bound_us=once.bound_us, any_us=many.any_us, proofs=proofs)

@@ -17,7 +17,7 @@ from passes import BudgetError
 from ..errors import MemgraphError
 from .demo import demo
 from .doctor import doctor
-from .files import diff, show
+from .files import diff, show, verify
 from .output import fail
 from .planning import explain, plan, sweep
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (plan, sweep, explain, show, diff, doctor, demo):
+for each in (plan, sweep, explain, show, diff, verify, doctor, demo):
     app.command()(each)
 
 

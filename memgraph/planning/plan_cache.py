@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import passes
-from passes import Machine, Plan, PlanResult, Trace, parse_plan, predict
+from passes import NO_PROOFS, Machine, Plan, PlanResult, Trace, parse_plan, parse_proofs, predict
 from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.pipeline import FAIR_GAP
@@ -79,6 +79,7 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
         "sliced": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
         "bound_us": 0.0 if final else choice.bound_us,
         "any_us": 0.0 if final else choice.any_us,
+        "proofs": str(NO_PROOFS if final else choice.proofs),
         "prices": with_saved_prices(ordered, machine),
         "final": final or is_final(trace, machine, options),
     }
@@ -107,7 +108,8 @@ def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
             return None
         plan = parse_plan("\n".join(facts["decisions"]))
         proven = facts["prices"], 0, 0.0, facts["bound_us"], facts["any_us"]
-        known = SavedPlan(plan, without_prices(order), machine, str(torch.__version__), *proven)
+        proofs = parse_proofs(facts["proofs"])
+        known = SavedPlan(plan, without_prices(order), machine, str(torch.__version__), *proven, proofs=proofs)
         return reuse_plan([known], order, machine)
     except (PlanError, KeyError, TypeError, ValueError):  # a cache on disk may hold anything
         return None

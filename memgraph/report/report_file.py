@@ -53,7 +53,8 @@ def read_report(saved: SavedPlan) -> dict[str, Any]:
         facts, machine = dict(saved.facts), saved.machine
         lowered = facts.pop("lowered", None)
         forecasts = predict(saved.step, machine), predict(_carried_out(saved), machine)
-        choice = PlanResult(saved.plan, *forecasts, saved.bound_us, saved.any_us, facts.pop("greedy", False) is True)
+        bounds = saved.bound_us, saved.any_us
+        choice = PlanResult(saved.plan, *forecasts, *bounds, facts.pop("greedy", False) is True, saved.proofs)
         rows = {name: tuple(make(**row) for row in facts.pop(name)) for name, make in ROWS.items() if name in facts}
         compiled: Forecast | None = lowered and predict(parse("\n".join(lowered)), machine)
         known = {"machine": machine, "choice": choice, "slices": saved.slices, "lowered": compiled}

@@ -13,7 +13,20 @@ from dataclasses import replace
 
 import torch
 
-from passes import BrokenTrace, Forecast, Machine, Offload, Op, PlanResult, Stream, Trace, apply, check, predict
+from passes import (
+    NO_PROOFS,
+    BrokenTrace,
+    Forecast,
+    Machine,
+    Offload,
+    Op,
+    PlanResult,
+    Stream,
+    Trace,
+    apply,
+    check,
+    predict,
+)
 from passes.ir.liveness import released
 from passes.order.microbatch_order import reslice_microbatches
 
@@ -47,7 +60,11 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
             f"give budget={forecast.peak}, or {REPLAN}"
         )
     proves = machine.budget <= plan.machine.budget and plan.prices == with_saved_prices(trace, machine)
-    return PlanResult(plan.plan, captured, forecast, plan.bound_us * proves, plan.any_us * proves)
+    if not proves:
+        return PlanResult(plan.plan, captured, forecast)
+    # What is proven for a larger budget holds for this one, but its dual values are of another program.
+    proofs = plan.proofs if machine.budget == plan.machine.budget else NO_PROOFS
+    return PlanResult(plan.plan, captured, forecast, plan.bound_us, plan.any_us, proofs=proofs)
 
 
 def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:

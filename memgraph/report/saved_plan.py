@@ -22,7 +22,21 @@ from typing import Any
 
 import torch
 
-from passes import Cast, Link, Machine, Network, Plan, PlanResult, Streaming, Trace, parse, parse_plan
+from passes import (
+    NO_PROOFS,
+    BoundProofs,
+    Cast,
+    Link,
+    Machine,
+    Network,
+    Plan,
+    PlanResult,
+    Streaming,
+    Trace,
+    parse,
+    parse_plan,
+    parse_proofs,
+)
 from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
@@ -45,6 +59,7 @@ class SavedPlan:
         peak: the forecast, in bytes. us: the same in microseconds.
         slices: that the step is in; `step` has them carried out.
         bound_us, any_us: proven bounds on the microseconds that a plan adds; see `passes.Proposal`.
+        proofs: of the bounds, which `memgraph verify` checks.
         facts: what was measured of the step; see `report_file.py`.
     """
 
@@ -59,6 +74,7 @@ class SavedPlan:
     any_us: float = 0.0
     slices: tuple[Slice, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    proofs: BoundProofs = NO_PROOFS
 
     @cached_property
     def bare_step(self) -> Trace:
@@ -78,6 +94,7 @@ class SavedPlan:
             "prices": self.prices,
             "slices": list(map(str, self.slices)),
             "facts": self.facts,
+            "proofs": str(self.proofs),
             "decisions": list(map(str, self.plan)),
             "step": str(self.step).split("\n"),
         }
@@ -105,7 +122,8 @@ class SavedPlan:
             slices = tuple(map(parse_slice, facts["slices"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
             proven = _typed(cls, facts, names)
-            return cls(plan, step, _machine(facts["machine"]), **proven, slices=slices, facts=dict(facts["facts"]))
+            known, proofs = dict(facts["facts"]), parse_proofs(facts["proofs"])
+            return cls(plan, step, _machine(facts["machine"]), **proven, slices=slices, facts=known, proofs=proofs)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the saved plan can't be read: {error}; {REPLAN}") from error
 
@@ -120,8 +138,10 @@ def record_plan(
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
-    bytes_and_us = forecast.peak, forecast.us
-    return SavedPlan(choice.plan, trace, known, version, prices, *bytes_and_us, *proven, slices, facts or {})
+    forecasts = forecast.peak, forecast.us
+    return SavedPlan(
+        choice.plan, trace, known, version, prices, *forecasts, *proven, slices, facts or {}, choice.proofs
+    )
 
 
 def saved_plan(given: PlanRecord) -> SavedPlan:

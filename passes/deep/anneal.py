@@ -21,8 +21,8 @@ from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
+from ..lp.linear_program import INFINITY
 from ..lp.problem import PlanProblem
-from ..lp.solver import INFINITY
 from ..simulate.forecast import predict
 from .phase_lp import PhaseProblem
 from .rerun_state import RerunState

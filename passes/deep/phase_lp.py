@@ -37,8 +37,9 @@ import numpy as np
 
 from ..ir.arrays import Floats
 from ..lp.columns import MIB
+from ..lp.linear_program import INFINITY
 from ..lp.problem import Ints, PlanProblem
-from ..lp.solver import INFINITY, LPSolver, SearchLimits, Solution
+from ..lp.solver import LPSolver, SearchLimits, Solution
 
 NEGLIGIBLE = 0.001  # of the budget: storages that together are as small are always kept
 ROUNDS = 10  # of spans

@@ -20,8 +20,9 @@ from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
+from ..lp.linear_program import INFINITY
 from ..lp.problem import PlanProblem
-from ..lp.solver import INFINITY, SearchLimits, Solution
+from ..lp.solver import SearchLimits, Solution
 from ..schedule.recompute_order import RecomputeOrder
 from ..simulate.forecast import Forecast, predict
 from ..simulate.plan_result import Proposal

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .columns import MIB, Columns, Terms
+from .linear_program import INFINITY, LinearProgram
 from .problem import PlanProblem
-from .solver import INFINITY, LPSolver
 from .state_rows import compute_us, gradient_mib, reloaded_mib, update_us
 
 STAGES = 128
@@ -51,7 +51,7 @@ class LinkRows:
     boundary: int
 
     @classmethod
-    def add(cls, lp: LPSolver, columns: Columns) -> LinkRows:
+    def add(cls, lp: LinearProgram, columns: Columns) -> LinkRows:
         """Add the curves and their rows to a linear program."""
         forward, backward = _stages(columns.problem)
         writer = _CurveWriter(lp, columns)
@@ -104,7 +104,7 @@ def _cut(begins: tuple[float, ...], first: int, last: int, count: int, nbytes: M
 class _CurveWriter:
     """Adds curves to a linear program; `waits` are the microseconds that compute waits in forward and in backward."""
 
-    def __init__(self, lp: LPSolver, columns: Columns) -> None:
+    def __init__(self, lp: LinearProgram, columns: Columns) -> None:
         self.lp, self.columns, self.problem = lp, columns, columns.problem
         self.copied = {i: columns.copied_mib(i) for i in columns.offload}
         self.waits = lp.add_column(1.0, most=INFINITY), lp.add_column(1.0, most=INFINITY)

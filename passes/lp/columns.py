@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..analysis.host_update import StateGroup, state_groups
+from .linear_program import INFINITY, LinearProgram
 from .problem import PlanProblem
-from .solver import INFINITY, LPSolver
 
 MIB = float(1 << 20)
 TIE = 1e-4  # microseconds per MiB: of two plans that take the same time, prefer the one that copies less
@@ -41,7 +41,7 @@ class StateColumns:
     staged: dict[int, int]
 
     @classmethod
-    def add(cls, lp: LPSolver, problem: PlanProblem) -> StateColumns:
+    def add(cls, lp: LinearProgram, problem: PlanProblem) -> StateColumns:
         """Add the columns to a linear program."""
         overhead_us = [problem.machine.link.overhead_us(state.nbytes) for state in problem.states]
         costs = zip(overhead_us, problem.states, strict=True)
@@ -76,7 +76,7 @@ class Columns:
     staging: int | None  # 1 if the plan copies anything; None if it can't
 
     @classmethod
-    def add(cls, lp: LPSolver, problem: PlanProblem) -> Columns:
+    def add(cls, lp: LinearProgram, problem: PlanProblem) -> Columns:
         """Add the columns to a linear program; their costs are its objective."""
         link, cast = problem.machine.link, problem.machine.cast
         keep = [lp.add_column(least=float(_must_keep(problem, i))) for i in range(len(problem.storages))]

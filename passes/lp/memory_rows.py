@@ -12,8 +12,8 @@ import numpy as np
 from ..ir.arrays import Floats
 from .bandwidth_rows import LinkRows
 from .columns import MIB, Columns, Terms
+from .linear_program import INFINITY, LinearProgram
 from .problem import PlanProblem
-from .solver import INFINITY, LPSolver
 from .state_rows import device_mib, gradient_mib, reloaded_mib
 
 # Ops.  In longer steps the rows of a position leave out the recomputations that have run by then, if they run at all.
@@ -25,7 +25,7 @@ LONG = 5_500
 class MemoryRows:
     """Adds the rows of positions to a linear program, and knows which have some."""
 
-    def __init__(self, lp: LPSolver, columns: Columns, links: LinkRows | None, budget: int) -> None:
+    def __init__(self, lp: LinearProgram, columns: Columns, links: LinkRows | None, budget: int) -> None:
         self.lp, self.columns, self.links, self.budget = lp, columns, links, budget
         self.problem = problem = columns.problem
         self.last_reruns = problem.last_reruns if problem.size > LONG else (problem.size,) * len(problem.producers)

@@ -85,29 +85,62 @@ from __future__ import annotations
 
 from .bandwidth_rows import LinkRows
 from .columns import MIB, Columns, Terms
+from .linear_program import INFINITY, LinearProgram
 from .memory_rows import MemoryRows
 from .problem import PlanProblem
-from .solver import INFINITY, LPSolver
-from .state_rows import add_offload_rows, add_update_rows
+from .solver import LPSolver
+from .state_rows import add_offload_rows, add_reload_rows, add_update_rows
+
+ONCE, ANY_PLAN, RELOADS = "once", "any", "reloads"  # kinds of rows that are added to a program later
+
+
+class PlanRows:
+    """The columns and rows of a problem under a budget; rows of memory are added when a solution breaks them.
+
+    Attributes:
+        added: what was added later, in order: its kind, and the position of memory rows.
+    """
+
+    def __init__(self, lp: LinearProgram, problem: PlanProblem, budget: int) -> None:
+        self.columns = columns = Columns.add(lp, problem)
+        self.links = LinkRows.add(lp, columns) if columns.staging is not None else None
+        _add_availability_rows(lp, columns)
+        _add_tier_row(lp, columns)
+        add_offload_rows(lp, columns)
+        add_update_rows(lp, columns)
+        self._lp = lp
+        self.memory = MemoryRows(lp, columns, self.links, budget)
+        self.added: list[tuple[str, int]] = []
+
+    def add(self, kind: str, position: int = 0) -> list[int]:
+        """Add rows of a kind; return the indices of those for reloads."""
+        self.added.append((kind, position))
+        if kind == RELOADS:
+            return add_reload_rows(self._lp, self.columns)
+        (self.memory.add if kind == ONCE else self.memory.add_any_plan)(position)
+        return []
 
 
 class PlanModel:
-    """The linear program of a problem under a budget; rows of memory are added when a solution breaks them."""
+    """The linear program of a problem under a budget, with its solver."""
 
     def __init__(self, problem: PlanProblem, budget: int, until: float = INFINITY) -> None:
         self.problem = problem
         self.budget = budget
         self.lp = LPSolver(until)
-        self.columns = columns = Columns.add(self.lp, problem)
-        self.links = LinkRows.add(self.lp, columns) if columns.staging is not None else None
-        _add_availability_rows(self.lp, columns)
-        _add_tier_row(self.lp, columns)
-        add_offload_rows(self.lp, columns)
-        add_update_rows(self.lp, columns)
-        self.memory = MemoryRows(self.lp, columns, self.links, budget)
+        self.rows = PlanRows(self.lp, problem, budget)
+        self.columns, self.links, self.memory = self.rows.columns, self.rows.links, self.rows.memory
+
+    def add_rows(self, position: int) -> None:
+        """Add the rows of memory of a position, of plans that recompute once."""
+        self.rows.add(ONCE, position)
+
+    def add_rows_of_any_plan(self, position: int) -> None:
+        """Add the rows of memory of a position that hold for any plan."""
+        self.rows.add(ANY_PLAN, position)
 
 
-def _add_availability_rows(lp: LPSolver, columns: Columns) -> None:
+def _add_availability_rows(lp: LinearProgram, columns: Columns) -> None:
     """Whatever an op reads is available: kept, recomputed or reloaded."""
     problem, recompute = columns.problem, columns.recompute
     for i, storage in enumerate(problem.storages):
@@ -127,7 +160,7 @@ def _add_availability_rows(lp: LPSolver, columns: Columns) -> None:
             lp.add_row(0.0, INFINITY, {columns.staging: 1.0, **dict.fromkeys(copied, -1.0)})
 
 
-def _add_tier_row(lp: LPSolver, columns: Columns) -> None:
+def _add_tier_row(lp: LinearProgram, columns: Columns) -> None:
     """The tier holds all that is offloaded."""
     stored: Terms = {column: mib for i in columns.offload for column, mib in columns.copied_mib(i).items()}
     states = zip(columns.state.offload, columns.problem.states, strict=True)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.arrays import Floats
+from ..simulate.bound_proof import BoundProof
 from .columns import MIB
+from .linear_program import INFINITY
 from .model import PlanModel
 from .occupancy import Occupancy
-from .solver import INFINITY, Solution
+from .solver import Solution
 
 ROUNDS = 60
 PER_ROUND = 12  # positions of each kind that get their rows in a round
@@ -32,11 +34,14 @@ class Relaxed:
     Attributes:
         solution: at most as slow as any plan that recomputes and reloads once; None if there is no such plan.
         any_us: a bound on the time that any plan adds.
+        proof, any_proof: dual values that prove the objective of `solution`, and `any_us`.
         out_of_work: True if rows are left that there was no work to solve.
     """
 
     solution: Solution | None
     any_us: float
+    proof: BoundProof | None
+    any_proof: BoundProof | None
     out_of_work: bool = False
 
 
@@ -45,23 +50,22 @@ def relax(model: PlanModel, work: float = INFINITY, rounds: int = ROUNDS) -> Rel
 
     Returns None if no plan at all fits the budget.
     """
-    problem, memory = model.problem, model.memory
+    problem = model.problem
     if problem.least_nbytes > model.budget:
         return None
     first = {problem.boundary - 1, *map(int, np.argsort(-problem.fixed[: problem.boundary])[:3])}
     for position in sorted(first & set(range(problem.boundary))):
-        memory.add(position)
-    any_plan = _converge(model, _any_plan_over_budget, memory.add_any_plan)
+        model.add_rows(position)
+    any_plan, any_proof = _converge(model, _any_plan_over_budget, model.add_rows_of_any_plan)
     if any_plan is None:
         return None
     for position in {problem.boundary, *map(int, np.argsort(-problem.fixed)[:3])} & set(_backward(model)):
-        memory.add(position)
-    solution, any_us = (
-        _converge(model, _over_budget, memory.add, work, rounds),
-        max(0.0, any_plan.us - model.columns.tie_us),
-    )
-    out_of_work = model.lp.out_of_work
-    return Relaxed(solution or (any_plan if out_of_work else None), any_us, out_of_work)
+        model.add_rows(position)
+    solution, proof = _converge(model, _over_budget, model.add_rows, work, rounds)
+    any_us, out_of_work = max(0.0, any_plan.us - model.columns.tie_us), model.lp.out_of_work
+    if solution is None and out_of_work:
+        solution, proof = any_plan, any_proof
+    return Relaxed(solution, any_us, proof, any_proof, out_of_work)
 
 
 def spread_out(positions: list[int], most: int) -> list[int]:
@@ -79,20 +83,24 @@ def _converge(
     add_rows: Callable[[int], None],
     work: float = INFINITY,
     rounds: int = ROUNDS,
-) -> Solution | None:
-    """Solve and add rows until no position is over the budget, or rounds or work have run out."""
+) -> tuple[Solution | None, BoundProof | None]:
+    """Solve and add rows until no position is over the budget, or rounds or work have run out.
+
+    Returns the last solution, and its dual values as a proof of its objective.
+    """
     best: Solution | None = None
+    proof: BoundProof | None = None
     for left in reversed(range(rounds)):
         solution = model.lp.solve(max(0.0, work - model.lp.relax_work))
         if solution is None:
-            return best if model.lp.out_of_work else None
-        best = solution
+            return (best, proof) if model.lp.out_of_work else (None, None)
+        best, proof = solution, BoundProof.of(model.rows.added, solution.duals)
         new = over_budget(model, Occupancy(model, best.values)) if left else []
         if not new:
             break
         for position in new:
             add_rows(position)
-    return best
+    return best, proof
 
 
 def _any_plan_over_budget(model: PlanModel, occupancy: Occupancy) -> list[int]:

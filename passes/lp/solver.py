@@ -10,15 +10,15 @@ gives a time at which to stop.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 
 from ..ir.arrays import Floats
+from .linear_program import INFINITY, LinearProgram
 
 try:
     import highspy
@@ -26,7 +26,6 @@ except ImportError:  # then the greedy passes plan alone
     highspy = cast(Any, None)
 
 MISSING, INSTALL = "highspy is not installed", "pip install highspy"
-INFINITY = math.inf
 OPTIONS = {
     "output_flag": False,
     "threads": 1,
@@ -38,17 +37,21 @@ OPTIONS = {
 STEPS_PER_LOOK = 256, 16  # simplex steps between two looks of a search at its limits: at the root node, below it
 MOST_STEPS = (1 << 31) - 1  # that HiGHS can be told
 COLUMNS_PER_STEP = 16  # columns that are prepared for a search in the time of a simplex step
-Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A solution: its objective, a bound below all others, the value of each column, and its reduced cost."""
+    """A solution: its objective, a bound below all others, the value of each column, and its reduced cost.
+
+    Attributes:
+        duals: the dual value of each row; empty where columns are integers.
+    """
 
     us: float
     bound_us: float
     values: Floats
     reduced_costs: Floats
+    duals: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ def is_installed() -> bool:
     return highspy is not None
 
 
-class LPSolver:
+class LPSolver(LinearProgram):
     """Columns and rows, handed to HiGHS in batches.
 
     Attributes:
+        rows: those that HiGHS does not have yet.
         search_work: what integer searches took, in simplex steps times rows: the same on every machine.
         relax_work: what solving as it is took.
         out_of_work: True if the last call to solve ended for lack of work.
@@ -86,30 +90,15 @@ class LPSolver:
 
     def __init__(self, until: float = INFINITY) -> None:
         """`until`: the `time.monotonic` at which to stop."""
+        super().__init__()
         self.until = until
         self.highs: Any = highspy.Highs()
         for option, value in OPTIONS.items():
             self.highs.setOptionValue(option, value)
-        self.bounds: list[tuple[float, float]] = []
-        self.costs: list[float] = []
-        self.row_count = 0
-        self.pending_rows: list[Row] = []
         self.column_count = 0  # columns that HiGHS has
         self.out_of_work = False
         self.search_work = 0
         self.relax_work = 0
-
-    def add_column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
-        """Add a column between two ends; return its index."""
-        self.bounds.append((least, most))
-        self.costs.append(cost)
-        return len(self.costs) - 1
-
-    def add_row(self, least: float, most: float, coefficients: dict[int, float]) -> int:
-        """Add a row: a sum of columns between two ends; return its index."""
-        self.pending_rows.append((least, most, coefficients))
-        self.row_count += 1
-        return self.row_count - 1
 
     def set_row_upper(self, row: int, most: float) -> None:
         """Give a row another upper end."""
@@ -130,7 +119,8 @@ class LPSolver:
             return None
         us = self.highs.getInfo().objective_function_value
         solution = self.highs.getSolution()
-        return Solution(us, us, np.array(solution.col_value), np.array(solution.col_dual))
+        values, reduced_costs = np.array(solution.col_value), np.array(solution.col_dual)
+        return Solution(us, us, values, reduced_costs, np.array(solution.row_dual))
 
     def solve_integers(
         self, integers: Iterable[int], fixed: dict[int, float], limits: SearchLimits, start: Solution | None = None
@@ -206,15 +196,15 @@ class LPSolver:
             columns = np.arange(self.column_count, len(self.costs), dtype=np.int32)
             self.highs.changeColsCost(count, columns, np.array(self.costs[self.column_count :], dtype=np.float64))
             self.column_count = len(self.costs)
-        if self.pending_rows:
+        if self.rows:
             self._flush_rows()
 
     def _flush_rows(self) -> None:
-        least, most, coefficients = zip(*self.pending_rows, strict=True)
+        least, most, coefficients = zip(*self.rows, strict=True)
         starts = np.cumsum([0, *map(len, coefficients)])[:-1].astype(np.int32)
         columns = np.fromiter((column for row in coefficients for column in row), dtype=np.int32)
         values = np.fromiter((value for row in coefficients for value in row.values()), dtype=np.float64)
         ends = np.array(least, dtype=np.float64), np.array(most, dtype=np.float64)
         status = self.highs.addRows(len(least), *ends, len(columns), starts, columns, values)
         assert status == highspy.HighsStatus.kOk, "HiGHS refuses rows"
-        self.pending_rows = []
+        self.rows = []

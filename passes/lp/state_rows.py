@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..analysis.host_update import device_us, host_us
 from ..simulate.forecast import staged_share
 from .columns import MIB, Columns, Terms, update_groups
-from .solver import INFINITY, LPSolver
+from .linear_program import INFINITY, LinearProgram
 
 
 def device_mib(columns: Columns, position: int) -> Terms:
@@ -81,7 +81,7 @@ def update_us(columns: Columns) -> Terms:
     return terms
 
 
-def add_offload_rows(lp: LPSolver, columns: Columns) -> None:
+def add_offload_rows(lp: LinearProgram, columns: Columns) -> None:
     """Only offloaded state stays between two uses; its copies take staging."""
     state = columns.state
     for (r, _), stay in state.stay.items():
@@ -91,7 +91,7 @@ def add_offload_rows(lp: LPSolver, columns: Columns) -> None:
             lp.add_row(0.0, INFINITY, {columns.staging: 1.0, state.offload[r]: -1.0})
 
 
-def add_update_rows(lp: LPSolver, columns: Columns) -> None:
+def add_update_rows(lp: LinearProgram, columns: Columns) -> None:
     """An update takes as long as its copies; it runs in windows if it reads offloaded state."""
     problem, state = columns.problem, columns.state
     for position, windowed in state.windowed.items():
@@ -112,7 +112,7 @@ def add_update_rows(lp: LPSolver, columns: Columns) -> None:
             lp.add_row(0.0, INFINITY, {state.staged[position]: 1.0, state.staged[before]: -1.0})
 
 
-def add_reload_rows(lp: LPSolver, columns: Columns) -> list[int]:
+def add_reload_rows(lp: LinearProgram, columns: Columns) -> list[int]:
     """Add rows by which a recomputation that reads offloaded state costs a reload; return their indices.
 
     A reload serves all recomputations between two uses of the state.  Plans may share the reload of a use instead, so
@@ -133,7 +133,7 @@ def add_reload_rows(lp: LPSolver, columns: Columns) -> list[int]:
     return rows
 
 
-def _add_host_rows(lp: LPSolver, columns: Columns, position: int, link_us: Terms) -> Terms:
+def _add_host_rows(lp: LinearProgram, columns: Columns, position: int, link_us: Terms) -> Terms:
     """Take from `link_us` what the links are spared where the host updates states; return the time of the host.
 
     The links take two bounds on the copies of the parameter and gradient of such a state.  On the device, they copy

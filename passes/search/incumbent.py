@@ -5,9 +5,12 @@ a solution, rounded and simulated: 12.83 %, fits; proven: 12.39 %   ->   is_near
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ..lp.linear_program import INFINITY
 from ..lp.problem import PlanProblem
-from ..lp.solver import INFINITY
 from ..schedule.candidate import Candidate
+from ..simulate.bound_proof import BoundProof, BoundProofs
 from ..simulate.plan_result import PlanResult
 
 GAP = 0.005  # of the step: a gap at which the search ends
@@ -23,6 +26,7 @@ class Incumbent:
         polished: plans of local search.
         bound_us: at most what a plan adds that recomputes and reloads each value at most once.
         any_us: at most what any plan adds.
+        proofs: dual values that prove them, or as much of them as a linear program does.
     """
 
     def __init__(self, problem: PlanProblem, tie_us: float) -> None:
@@ -32,6 +36,8 @@ class Incumbent:
         self.rounded: Candidate | None = None
         self.polished: list[Candidate] = []
         self.bound_us = self.any_us = 0.0
+        self.proofs = BoundProofs()
+        self._proven_us = 0.0  # by `proofs.once`
         self._results: dict[Candidate, PlanResult] = {}
 
     @property
@@ -49,8 +55,10 @@ class Incumbent:
             self.rounded = candidate
         return True
 
-    def prove(self, us: float) -> None:
-        """Raise the bound to an objective of the linear program."""
+    def prove(self, us: float, proof: BoundProof | None = None) -> None:
+        """Raise the bound to an objective of the linear program, with the dual values that prove it, if any do."""
+        if proof is not None and us - self.tie_us > self._proven_us:
+            self.proofs, self._proven_us = replace(self.proofs, once=proof), us - self.tie_us
         self.bound_us = max(self.bound_us, us - self.tie_us)
 
     def is_near(self) -> bool:

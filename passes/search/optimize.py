@@ -16,10 +16,10 @@ from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
+from ..lp.linear_program import INFINITY
 from ..lp.problem import PlanProblem
 from ..lp.relax import Relaxed
 from ..lp.rounding import lp_preferences
-from ..lp.solver import INFINITY
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
 from ..simulate.plan_result import Proposal
@@ -81,7 +81,7 @@ class Optimizer:
         share = PROVING if search.reads_offloaded_state else RELAXING
         relaxed = search.start(share * self.work.total)
         if relaxed is None:
-            return Proposal((), any_us=self.incumbent.any_us)
+            return Proposal((), any_us=self.incumbent.any_us, proofs=self.incumbent.proofs)
         is_large = len(lp.costs) > LARGE
         self._widen(relaxed, THRESHOLDS_OF_LARGE if is_large else THRESHOLDS)
         is_short = search.reads_offloaded_state and (relaxed.out_of_work or lp.out_of_work)
@@ -94,7 +94,7 @@ class Optimizer:
         self._polish(ended=True)
         best = self.incumbent.best
         bounds = self.incumbent.bound_us, self.incumbent.any_us, self.no_offload_us
-        return Proposal(best.plan if best else (), *bounds)
+        return Proposal(best.plan if best else (), *bounds, self.incumbent.proofs)
 
     def _widen(self, relaxed: Relaxed, thresholds: tuple[float, ...]) -> None:
         """Round with more and more columns free, until a plan is near its bound."""

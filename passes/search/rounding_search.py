@@ -12,15 +12,16 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..lp.model import PlanModel
+from ..lp.linear_program import INFINITY
+from ..lp.model import RELOADS, PlanModel
 from ..lp.problem import PlanProblem
 from ..lp.relax import ROUNDS, Relaxed, relax, spread_out
 from ..lp.rounding import placements, round_to_integers
-from ..lp.solver import INFINITY, SearchLimits, Solution
-from ..lp.state_rows import add_reload_rows
+from ..lp.solver import SearchLimits, Solution
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.copy_timing import retime_copies
 from ..schedule.schedule import Placement
+from ..simulate.bound_proof import BoundProof, BoundProofs
 from ..simulate.forecast import Forecast
 from .greedy import greedy_from
 from .incumbent import FAIR_GAP, GAP, Incumbent
@@ -77,12 +78,12 @@ class RoundingSearch:
         relaxed = relax(self.model, relax_work, rounds)
         if relaxed is None:
             return None
-        self.incumbent.any_us = relaxed.any_us
+        self.incumbent.any_us, self.incumbent.proofs = relaxed.any_us, BoundProofs(any_plan=relaxed.any_proof)
         if relaxed.solution is None:
             return None
         self.relaxed, self.solved_rows = relaxed.solution, self.model.lp.row_count
         self.incumbent.bound_us = 0.0
-        self.incumbent.prove(relaxed.solution.us)
+        self.incumbent.prove(relaxed.solution.us, relaxed.proof)
         return relaxed
 
     def round(self, threshold: float, last: bool) -> None:
@@ -112,7 +113,7 @@ class RoundingSearch:
 
     def charge_reloads(self) -> bool:
         """Let recomputations pay for reloads of the state that they read; return True if any reads some."""
-        self.reload_rows = self.reload_rows or add_reload_rows(self.model.lp, self.model.columns)
+        self.reload_rows = self.reload_rows or self.model.rows.add(RELOADS)
         for row in self.reload_rows:
             self.model.lp.set_row_upper(row, 1.0)
         self.charges_reloads = True
@@ -196,7 +197,7 @@ class RoundingSearch:
         over = _positions_over_budget(self.problem, worst, self.machine.budget)
         new = [position for position in over if position not in self.model.memory.positions]
         for position in spread_out(new, POSITIONS):
-            self.model.memory.add(position)
+            self.model.add_rows(position)
         return self.incumbent.is_near() or not new
 
     def _waits(self, candidate: Candidate, solution: Solution) -> bool:
@@ -226,12 +227,12 @@ class RoundingSearch:
             if solution is None:
                 return False
             self.relaxed, self.solved_rows = solution, self.model.lp.row_count
-            self._prove(solution.us)
+            self._prove(solution.us, BoundProof.of(self.model.rows.added, solution.duals))
         return True
 
-    def _prove(self, us: float) -> None:
+    def _prove(self, us: float, proof: BoundProof | None = None) -> None:
         if not (self.reload_rows and self.charges_reloads):
-            self.incumbent.prove(us)
+            self.incumbent.prove(us, proof)
 
     def _drop_reload_rows(self) -> None:
         """Let recomputations reload state for nothing again, unless the search is for a plan alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ..lp.solver import INFINITY
+from ..lp.linear_program import INFINITY
 from ..schedule.candidate import Candidate
 from .rounding_search import RepairLimits, RoundingSearch
 from .work import AIMING, WorkLimits

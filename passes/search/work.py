@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..lp.solver import INFINITY
+from ..lp.linear_program import INFINITY
 
 WORK_PER_OP = 200_000  # of all searches of a pass
 FEW = 1_000  # ops: as far as its time pays for it, a shorter step takes the work of so many, a longer one that of all

@@ -16,6 +16,7 @@ from ..ir.decisions import Plan, Recompute, Reload, Stream, apply
 from ..ir.invariants import BrokenTrace, check
 from ..ir.machine import Machine
 from ..ir.trace import Trace
+from .bound_proof import NO_PROOFS, BoundProofs
 from .forecast import Forecast, predict
 
 
@@ -27,12 +28,14 @@ class Proposal:
         bound_us: of plans that recompute and reload each value at most once.
         any_us: of plans that recompute in backward only, however often.
         no_offload_us: of those of them that offload nothing.
+        proofs: of `bound_us` and `any_us`.
     """
 
     plan: Plan
     bound_us: float = 0.0
     any_us: float = 0.0
     no_offload_us: float = 0.0
+    proofs: BoundProofs = NO_PROOFS
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class PlanResult:
     bound_us: float = 0.0
     any_us: float = 0.0
     greedy: bool = False
+    proofs: BoundProofs = NO_PROOFS
 
     @property
     def lower_bound(self) -> float:

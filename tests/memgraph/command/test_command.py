@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -88,6 +89,31 @@ def test_a_plan_is_written_shown_and_compared(
     assert found["peaks"] == [memgraph.SavedPlan.from_json(file.read_text()).peak for file in plans]
     model, *_ = _setup(target)
     assert memgraph.compile(model, "1GB", plan=one)  # the file that it writes is one that compile takes
+
+
+def test_a_plan_file_is_verified_without_a_solver(
+    plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("passes.lp.solver.highspy", None)
+    for file in plans:
+        code = main(["verify", str(file), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert code == int(not found["holds"])
+        assert found["peak"] == memgraph.SavedPlan.from_json(file.read_text()).peak <= found["budget"]
+
+
+def test_a_file_that_claims_too_much_is_not_verified(
+    plans: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = memgraph.SavedPlan.from_json(plans[1].read_text())
+    boast = replace(saved, bound_us=saved.bound_us + 1e6, any_us=saved.any_us + 1e6)
+    (file := tmp_path / "boast.json").write_text(boast.to_json())
+    assert main(["verify", str(file)]) == 1
+    over = replace(saved, machine=replace(saved.machine, budget=saved.peak - 1))
+    file.write_text(over.to_json())
+    capsys.readouterr()
+    assert main(["verify", str(file)]) == 3
+    assert capsys.readouterr().out.startswith("does not fit")
 
 
 def test_a_timeline_and_a_graph_are_written(target: str, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from passes.deep import phase_lp
 from passes.deep.phase_lp import PhaseModel, PhaseProblem
 from passes.deep.phase_search import cut_backward
 from passes.lp import solver
+from passes.lp.linear_program import INFINITY
 from passes.lp.problem import PlanProblem
-from passes.lp.solver import INFINITY, SearchLimits
+from passes.lp.solver import SearchLimits
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import cheapest_of_all
 from tests.oracle.network import layers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from passes import Link, Machine, Plan, Streaming, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp.solver import INFINITY
+from passes.lp.linear_program import INFINITY
 from passes.schedule import copy_timing
 from passes.schedule.copy_timing import retime_copies
 from passes.schedule.schedule import Placement, schedule

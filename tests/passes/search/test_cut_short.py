@@ -10,10 +10,11 @@ from passes import Link, Machine, Streaming, apply, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.trace import Trace
 from passes.lp import problem, state_vars
+from passes.lp.linear_program import INFINITY
 from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
-from passes.lp.solver import INFINITY, LPSolver
+from passes.lp.solver import LPSolver
 from passes.schedule.candidate import make_candidate
 from passes.search import optimize
 from passes.search.greedy import greedy_from

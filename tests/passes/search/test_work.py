@@ -11,9 +11,10 @@ import pytest
 from passes import Link, Machine, Plan, Proposal, Streaming, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import state_vars
+from passes.lp.linear_program import INFINITY
 from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
-from passes.lp.solver import INFINITY, SearchLimits, Solution
+from passes.lp.solver import SearchLimits, Solution
 from passes.pipeline import Pass
 from passes.search import optimize, rounding_search
 from passes.search.greedy import greedy_plan_no_offload
