@@ -19,11 +19,15 @@ from tests.support.staged_models import in_turn, made, wide
 
 CASES = [
     ("3", "4", "1f1b", "tied", "1.0"),
-    ("2", "4", "interleaved", "wide", "0.6"),
+    ("2", "4", "interleaved", "wide", "0"),
     ("3", "4", "zero_bubble", "wide", "0.6"),
 ]
 FURTHER = [
     ("2", "4", "1f1b", "wide", "0.6"),
+    ("2", "4", "interleaved", "wide", "0.6"),
+    ("2", "3", "interleaved", "t5", "0"),
+    ("1", "3", "interleaved", "u-net", "0"),
+    ("2", "4", "1f1b", "u-net", "0"),
     ("3", "4", "gpipe", "wide", "0.6"),
     ("2", "4", "1f1b", "batch norm", "1.0"),
 ]
