@@ -1,4 +1,4 @@
-"""Frozen parts send no gradients, and are sent none."""
+"""Frozen parts send no gradients, and get none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import memgraph
 
 
 class FrozenLayers(nn.Module):
-    """Layers of which the last four are trained."""
+    """28 layers; the last four are trained."""
 
     def __init__(self) -> None:
         super().__init__()
