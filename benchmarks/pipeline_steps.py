@@ -4,9 +4,9 @@
 
 Starts torchrun with so many gloo processes, each on one thread.  Blocks of a transformer, without attention, train on 8
 micro-batches under 1F1B.  torch's stages have equal numbers of blocks, ours are cut by the plan, without a budget and
-with 0.7 of what torch's largest stage takes.  All run in turn; a round ends when the last rank is done.  Bytes are
-those of a meter that shares no code with memgraph: blocks of torch's allocator, of the stage's parameters and gradients
-and of the step.
+with 0.7 of what torch's largest stage takes, the latter also under other schedules and with a disk.  All run in turn; a
+round ends when the last rank is done.  Bytes are those of a meter that shares no code with memgraph: blocks of torch's
+allocator, of the stage's parameters and gradients and of the step.
 
 The last row has a third of what a plain step takes, with gradients and AdamW's states, as the budget of each rank.
 """
@@ -40,6 +40,12 @@ from tests.support.staged_models import Block
 CHUNKS, ROWS, LENGTH = 8, 16, 128
 SHARE = 0.7  # of torch's bytes
 TORCH, FREE, TIGHT, THIRD = "torch's stages", "ours", f"ours, budget {SHARE} of torch's", "ours, budget 1/3 of plain"
+TIGHTS: dict[str, dict[str, Any]] = {
+    TIGHT: {},
+    f"{TIGHT}, zero_bubble": {"schedule": "zero_bubble"},
+    f"{TIGHT}, interleaved": {"schedule": "interleaved"},
+    f"{TIGHT}, disk": {"offload": "disk"},
+}
 
 
 class WithLoss(nn.Module):
@@ -81,9 +87,15 @@ def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
     parts[TORCH] = steps[TORCH].__self__.stage  # type: ignore[attr-defined]
     nbytes = {TORCH: _nbytes(allocator, steps[TORCH], parts[TORCH].parameters())}
     batch = resident_bytes([x, y])
-    budgets = {FREE: None, TIGHT: int(SHARE * max(_of_all(nbytes[TORCH]))) + batch}
-    for name, budget in budgets.items():
-        steps[name], nbytes[name] = _ours(allocator, width, layers, x, y, budget)
+    tight = int(SHARE * max(_of_all(nbytes[TORCH]))) + batch
+    refused = {}
+    for name, options in {FREE: {}, **TIGHTS}.items():
+        try:
+            steps[name], nbytes[name] = _ours(
+                allocator, width, layers, x, y, None if name == FREE else tight, **options
+            )
+        except memgraph.BudgetError as error:  # on all ranks
+            refused[name] = error.smallest - batch
     times = in_turn({name: _together(step) for name, step in steps.items()}, rounds, warm=2)
     plain = _plain_nbytes(allocator, width, layers, x, y)
     _, nbytes[THIRD] = _ours(allocator, width, layers, x, y, plain // 3, torch.optim.AdamW)
@@ -94,6 +106,9 @@ def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
             {"name": name, "seconds": times.get(name, []), "nbytes": [of[name] for of in each]} for name in nbytes
         ]
         rows[-1] |= third
+        rows[-1:-1] = [
+            {"name": name, "seconds": [], "nbytes": [], "smallest": least} for name, least in refused.items()
+        ]
         found.write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
@@ -133,11 +148,11 @@ def _torch_step(blocks: nn.Sequential, x: Tensor, y: Tensor) -> Step:
 
 def _ours(
     allocator: Allocator, width: int, layers: int, x: Tensor, y: Tensor, budget: int | None,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None, **options: Any,
 ) -> tuple[Step, int]:  # fmt: skip
     """Return a step of a pipeline under the budget, and its bytes on this rank."""
     model = WithLoss(_blocks(width, layers))
-    pipe = memgraph.pipeline(model, budget, CHUNKS, optimizer=optimizer)
+    pipe = memgraph.pipeline(model, budget, CHUNKS, optimizer=optimizer, **options)
     pipe.prepare(x, y)
 
     def step() -> None:
@@ -184,6 +199,9 @@ def _table(ranks: int, rows: list[dict[str, Any]]) -> Table:
     columns = "", "step over torch's", "middle half", "MB of each rank", "largest over torch's"
     table, torchs = Table(*columns, box=None, title=title), rows[0]
     for row in rows:
+        if "smallest" in row:
+            table.add_row(row["name"], "no plan", "", f"needs {row['smallest'] / 1e6:.2f}", "")
+            continue
         pairs = Pairs(row["seconds"], torchs["seconds"]) if row["seconds"] else None
         ratio = (pairs.ratio_text, pairs.spread_text) if pairs else ("", "")
         most = max(row["nbytes"]) / max(torchs["nbytes"])

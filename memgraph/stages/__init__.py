@@ -14,6 +14,8 @@ pipeline_report.py: the forecast of a mini-batch, as text
 stage_budget.py: what a rank holds besides its stage's step
 stage_search.py: the search for the plan of a stage, until a time
 stage_planner.py: the plan of a stage within its bytes
+rank_planner.py: the plans of the stages of a rank, which run one at a time
+rank_stages.py: these stages, ready to run, for each kind of micro-batch
 module_parts.py: a module in parts, with pauses in between
 planned_stage.py: a stage with its plan, ready to run
 stage_runs.py: forward and backward of the micro-batches of a mini-batch

@@ -82,9 +82,12 @@ class PipelineArguments:
         return replace(self, schedule=schedule, stages_per_rank=stages_per_rank, delay=delay)
 
     @property
-    def stage_budgets(self) -> tuple[int, ...]:
-        """Return the bytes of each stage. Those of one rank have equal shares of its budget."""
-        return tuple(each // self.stages_per_rank for each in self.budgets) * self.stages_per_rank
+    def stages(self) -> int:
+        return len(self.budgets) * self.stages_per_rank
+
+    def stage_budgets(self, share: float = 1.0) -> list[int]:
+        """Return the bytes of each stage, if it may take this share of its rank's budget."""
+        return [int(share * each) for each in self.budgets] * self.stages_per_rank
 
     def divided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
         """Return the micro-batches of a mini-batch.

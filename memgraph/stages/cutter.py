@@ -16,9 +16,11 @@ from torch import nn
 import passes
 from passes.stages.cut import Stage, balanced_cut, best_cut
 from passes.stages.pipeline_schedule import PipelineSchedule
+from passes.stages.timeline import StageTimes
 
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
+from .rank_planner import RankPlanner, room_shares
 from .stage_budget import StageBudget, StageParameters
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
@@ -40,7 +42,7 @@ class Cutter:
     search: StageSearch
 
     def cut(self) -> tuple[list[int], PipelineArguments | None]:
-        """Return the place at which each stage begins, and the schedule; or the smallest budgets, and None.
+        """Return the place at which each stage begins, and the schedule; or the smallest budget of each rank, and None.
 
         Raises:
             ValueError: there are more stages than places to cut, or `balance` has other places.
@@ -63,48 +65,59 @@ class Cutter:
 
     def _begins(self) -> list[int] | None:
         """Return the place at which each stage begins; None if no cut keeps the budgets."""
-        costs, budgets = self.step.costs, self.given.stage_budgets
-        if self.given.balance is not None:
-            return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+        if self.given.balance is None:
+            for share in room_shares(self.given.stages_per_rank):
+                begins = self._best(share)
+                if begins is None:  # so there is none with smaller stages
+                    break
+                if self.given.stages_per_rank == 1 or math.isfinite(self._us(begins, smallest=False)):
+                    return begins
+        return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+
+    def _best(self, share: float) -> list[int] | None:
+        """Return the best cut into stages that take at most a share of the budget of their ranks; None without one."""
 
         @cache
         def us(stage: Stage) -> float:
-            return self._planner(self._around(stage), stage.number).times().busy
+            planner = self._planner(self._around(stage), stage.number)
+            return planner.within(budgets[stage.number]).times().busy
 
+        budgets = self.given.stage_budgets(share)
         with suppress(passes.BudgetError):
-            cut = best_cut(costs, budgets, self._forwards, us, self.step.copy_us, self.search.until)
+            cut = best_cut(self.step.costs, budgets, self._forwards, us, self.step.copy_us, self.search.until)
             return [stage.begin for stage in cut.stages]
-        return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+        return None
 
     def _searched(self) -> tuple[list[int], PipelineArguments | None]:
         """Return the best cut without budgets, if each of its stages has a plan that takes a search to find."""
         cut, search = self._unlimited, replace(self.search, is_bounded=True)
-        planners = (self._planner(cut, stage) for stage in range(len(cut.begins)))
-        shares = search.shares(len(cut.begins))
-        if not search.is_late and all(
-            math.isfinite(replace(planner, search=share).times().forward)
-            for planner, share in zip(planners, shares, strict=True)
-        ):
+        ranks = [self._rank(cut, rank) for rank in range(len(self.given.budgets))]
+        shares = search.shares(len(ranks))
+        if not search.is_late and all(rank.has_plans(share) for rank, share in zip(ranks, shares, strict=True)):
             return list(cut.begins), self.given
-        return self._smallest(), None
+        return [rank.smallest() for rank in ranks], None
 
-    def _us(self, begins: Sequence[int]) -> float:
-        """Return the forecast time of a mini-batch; infinite if a stage has no plan."""
-        cut = StageCut(self.step, tuple(begins))
-        times = [self._planner(cut, stage).times() for stage in range(len(begins))]
-        return self._schedule.timeline(times).us if all(math.isfinite(each.forward) for each in times) else math.inf
+    def _us(self, begins: Sequence[int], smallest: bool = True) -> float:
+        """Return the forecast time of a mini-batch; infinite if a rank has no plans."""
+        cut, times = StageCut(self.step, tuple(begins)), dict[int, StageTimes]()
+        for rank in range(len(self.given.budgets)):
+            found = self._rank(cut, rank).fitting(smallest)
+            if found is None:
+                return math.inf
+            times.update((stage, plan.times) for stage, plan in found.plans.items())
+        return self._schedule.timeline([times[stage] for stage in sorted(times)]).us
 
     @cached_property
     def _unlimited(self) -> StageCut:
         """The cut that is wanted, or the best one without budgets."""
-        costs, count = self.step.costs, len(self.given.stage_budgets)
+        costs, count = self.step.costs, self.given.stages
         if self.given.balance is not None:
             return StageCut.of(self.step, balanced_cut(costs, self.given.balance, self._forwards))
         return StageCut.of(self.step, best_cut(costs, [math.inf] * count, self._forwards))
 
     @property
     def _forwards(self) -> list[int]:
-        return [self._schedule.open_forwards(stage) for stage in range(len(self.given.stage_budgets))]
+        return [self._schedule.open_forwards(stage) for stage in range(self.given.stages)]
 
     def parameters(self, cut: StageCut, stage: int) -> StageParameters:
         """Return the bytes that follow from the parameters of a stage, and of its optimizer."""
@@ -123,22 +136,22 @@ class Cutter:
     def _schedule(self) -> PipelineSchedule:
         return self.given.order(self.given.chunks)
 
+    def _rank(self, cut: StageCut, rank: int) -> RankPlanner:
+        planners = {stage: self._planner(cut, stage) for stage in self._schedule.stages_of(rank)}
+        return RankPlanner.of(self._schedule, rank, self.given.budgets[rank], planners)
+
     def _planner(self, cut: StageCut, stage: int) -> StagePlanner:
         sizes = self.batch_nbytes, cut.traces[stage], self._schedule, stage, cut.sent_backward(stage)
-        budget = StageBudget.of(self.given.stage_budgets[stage], *sizes, self.parameters(cut, stage))
+        budget = StageBudget.of(self.given.stage_budgets()[stage], *sizes, self.parameters(cut, stage))
         device, kind = device_of_model(self.module), checkpoint_kinds(self.given.checkpoint)[0]
         return StagePlanner(cut, stage, self._schedule, budget, device, kind, self.given.spill_dir)
 
     def _around(self, stage: Stage) -> StageCut:
         """Return a cut with this stage; where the others begin changes what it sends by nothing but the receivers."""
         borders = list(self.step.costs.borders)
-        count, number = len(self.given.stage_budgets), stage.number
+        count, number = self.given.stages, stage.number
         first, last = borders.index(stage.begin), borders.index(stage.end)
         before = [borders[i * first // max(number, 1)] for i in range(number)]
         after = count - number - 1
         rest = [borders[last + i * (len(borders) - 1 - last) // max(after, 1)] for i in range(after)]
         return StageCut(self.step, (*before, stage.begin, *rest))
-
-    def _smallest(self) -> list[int]:
-        cut = self._unlimited
-        return [self._planner(cut, k).smallest() for k in range(len(self.given.stage_budgets))]

@@ -17,6 +17,7 @@ from .stage_cut import StageCut
 
 MANY = 6  # kinds of mini-batches that are warned of
 KINDS = 16  # kinds of mini-batches whose plans are kept
+StagesByChunk = Mapping[int, Sequence[PlannedStage]]  # by the numbers of stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class MiniBatchPlan:
     """
 
     schedule: PipelineSchedule
-    stages: Mapping[int, Sequence[PlannedStage]]
+    stages: StagesByChunk
     owners: Mapping[str, tuple[int, ...]]
     peak: int
     peaks: tuple[int, ...]
@@ -105,5 +106,5 @@ class KeptPlans:
 def largest_peak(forwards: int, stages: Sequence[PlannedStage]) -> int:
     """Return the bytes of a stage if so many forwards of any of these may be open at once."""
     others = forwards - 1
-    alone = max(stage.plan.peak - others * stage.plan.open_nbytes for stage in stages)
-    return alone + others * max(stage.plan.open_nbytes for stage in stages)
+    alone = max(stage.plan.peak - others * stage.plan.nbytes.open for stage in stages)
+    return alone + others * max(stage.plan.nbytes.open for stage in stages)

@@ -82,7 +82,7 @@ def pipeline(
             `memgraph.OSS` shards them over its group, of pipelines beside each other, which get the same stages.
         checkpoint: "auto" recomputes or offloads what the budget asks for. "always" recomputes all of a stage,
             "except_last" all but for the last micro-batch, and "never" nothing.
-        stages_per_rank: of "interleaved", 2 by default. They have equal shares of the rank's budget.
+        stages_per_rank: of "interleaved", 2 by default. They share the rank's budget.
         deferred_batch_norm: update running statistics once a mini-batch, by the mean and variance of all its rows.
             The model's BatchNorms get a subclass with further buffers, which are not in state dicts.
         replicated: names, or positions, of arguments that each micro-batch gets whole, as a table that all rows read.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import PlanResult
-from passes.concurrent_forwards import open_forward_nbytes
+from passes.stages.rank_bytes import StageBytes
 from passes.stages.timeline import StageTimes
 
 from ..graph.captured import Captured
@@ -32,7 +32,8 @@ class StagePlan:
     """The plan of a stage.
 
     Attributes:
-        peak: forecast bytes of the rank for this stage.
+        peak: forecast bytes of the rank, if it has this stage only.
+        nbytes: those of the stage, while it runs and while another one does.
         first_read: the op before which backward waits for its gradients; None if they are there.
         first_weight: the op at which the gradients of parameters begin, if they have an action of their own.
         sent_us: until what forward sends has come, and what backward sends.
@@ -40,14 +41,10 @@ class StagePlan:
 
     choice: PlanResult
     peak: int
+    nbytes: StageBytes
     first_read: str | None
     first_weight: str | None
     sent_us: tuple[float, float]
-
-    @property
-    def open_nbytes(self) -> int:
-        """Return the bytes that an open forward holds."""
-        return open_forward_nbytes(self.choice.forecast)
 
     @property
     def times(self) -> StageTimes:

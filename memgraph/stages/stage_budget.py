@@ -41,7 +41,7 @@ class StageBudget:
     """The bytes of one stage.
 
     Attributes:
-        budget: of its rank.
+        budget: that it may take, if its rank has no other stage.
         others: bytes that lie beside the step: the mini-batch, messages, states of the optimizer.
         update: bytes of the rank while its optimizer updates.
     """
@@ -61,8 +61,8 @@ class StageBudget:
             sent: the gradients that it sends.
         """
         own = sum(op.nbytes for op in trace.ops if op.fn in ("parameter", "buffer"))
-        batch = batch_nbytes if number < schedule.ranks else 0  # lies there once for all stages of a rank
-        resident = batch + parameters.unread + parameters.states + MESSAGES
+        once = batch_nbytes + MESSAGES if number < schedule.ranks else 0  # for all stages of a rank
+        resident = once + parameters.unread + parameters.states
         waiting = sum(schedule.unread(BACKWARD, number, each.receiver) * each.nbytes for each in sent)
         values = 0
         if trace.boundary == len(trace.ops):  # without a backward, no plan counts open forwards
@@ -70,23 +70,23 @@ class StageBudget:
             is_alone = schedule.name == NO_GRADIENTS
             receivers = range(number + 1, schedule.stages) if is_alone else ()
             late = max((schedule.unread(FORWARD, number, each) for each in receivers), default=0)
-            values = max(late, schedule.open_forwards(number) - 1) * sum(trace.nbytes[s] for s in held)
+            most = max(late, schedule.open_forwards(number))  # the newest is an output of the forward that runs
+            values = (most - 1) * sum(trace.nbytes[s] for s in held)
         others = resident + waiting + values + 2 * parameters.shared
         return cls(budget, others, resident + own + parameters.gradients + parameters.workspace)
 
 
-def budgets_error(budgets: Sequence[int], smallest: Sequence[int]) -> BudgetError:
-    """Return the error of ranks that need more than these budgets.
-
-    Args:
-        smallest: bytes of each stage. Stages of one rank have equal shares of its budget.
-    """
-    ranks = len(budgets)
-    needed = [max(smallest[rank::ranks]) * len(smallest[rank::ranks]) for rank in range(ranks)]
-    k = max(range(ranks), key=lambda k: needed[k] - budgets[k])
+def budgets_error(budgets: Sequence[int], needed: Sequence[int], stages: int) -> BudgetError:
+    """Return the error of ranks that need more than these budgets."""
+    k = max(range(len(budgets)), key=lambda k: needed[k] - budgets[k])
+    which = (
+        f"stage {k} needs"
+        if stages == len(budgets)
+        else f"stages {', '.join(map(str, range(stages)[k :: len(budgets)]))} need"
+    )
     return BudgetError(
-        f"no plan keeps the budgets of {len(smallest)} stages: stage {k} needs {needed[k]} bytes, and {budgets[k]} "
-        f"are allowed; give budget={needed}, or more chunks",
+        f"no plan keeps the budgets of {stages} stages: {which} {needed[k]} bytes, and {budgets[k]} "
+        f"are allowed; give budget={[*needed]}, or more chunks",
         budgets[k],
         needed[k],
     )

@@ -26,6 +26,7 @@ from passes.schedule.copy_timing import has_copies
 from passes.stages.fixed_plans import recompute_all
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.preceding import first_gradient_read, recompute_early
+from passes.stages.rank_bytes import StageBytes
 from passes.stages.timeline import StageTimes
 from passes.stages.weights import first_weight_op, weight_ops, weights_last
 
@@ -70,6 +71,17 @@ class StagePlanner:
         """Return the same planner, with another budget."""
         return replace(self, bytes_of=replace(self.bytes_of, budget=budget))
 
+    @property
+    def without_update(self) -> StagePlanner:
+        """Return the same planner, for a rank that counts the update of all its stages."""
+        return replace(self, bytes_of=replace(self.bytes_of, update=0))
+
+    @property
+    def plain(self) -> StagePlan:
+        """Return the stage without decisions, whether it fits or not."""
+        trace, fixed = self._priced(self._graph)
+        return self._stage_plan(with_plan(trace, self._machine(1), self._forwards, ()), trace, fixed)[0]
+
     def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
         """Return the stage, ready to run.
 
@@ -88,8 +100,12 @@ class StagePlanner:
 
     def times(self) -> StageTimes:
         """Return the times of one micro-batch; infinite if no plan fits."""
-        plan = self._choose(self._graph)
+        plan = self.choose()
         return StageTimes(float("inf"), float("inf")) if plan is None else plan.times
+
+    def choose(self) -> StagePlan | None:
+        """Return the plan; None if none fits."""
+        return self._choose(self._graph)
 
     def smallest(self) -> int:
         """Return a small budget for which the quick passes find a plan."""
@@ -145,16 +161,30 @@ class StagePlanner:
     def _priced(self, graph: fx.Graph) -> tuple[Trace, int]:
         """Return the trace of the stage, and the bytes that lie beside what is counted there.
 
-        Backward adds to gradients in place, so no further set of them is pending between two backwards, as in a module
-        whose forwards are open at once.
+        These are less than 0 where more is counted than lies there. Backward adds to gradients in place, so no further
+        set of them is pending between two backwards, as in a module whose forwards are open at once. Open forwards have
+        no tangents, as these are received by backward. And inputs are parts of the mini-batch, which counts as such.
         """
         ops = self.cut.step.trace.op
         trace = summarize(
             graph, lambda node: Cost(ops[node.name].us, ops[node.name].workspace) if node.name in ops else Cost()
         )
-        several = self._forwards > 1 and trace.boundary < len(trace.ops)
-        fixed = self.bytes_of.others - (pending_gradient_nbytes(trace) if several else 0)
-        return add_library_workspaces(trace, self.device), fixed
+        others = self._forwards - 1 if trace.boundary < len(trace.ops) else 0
+        tangents = sum(op.nbytes for op in trace.ops if op.fn == "tangent")
+        absent = others * tangents + (others + 1) * self._given_nbytes
+        absent += pending_gradient_nbytes(trace) if others else 0
+        return add_library_workspaces(trace, self.device), self.bytes_of.others - absent
+
+    @property
+    def _given_nbytes(self) -> int:
+        """Return the bytes of the stage's inputs that are parts of the mini-batch."""
+        captured = self.cut.step.captured
+        roles = dict(zip(input_names(captured), captured.inputs, strict=True))
+        return sum(
+            op.nbytes
+            for op in self._trace.ops
+            if op.fn == "input" and op.name in roles and roles[op.name].kind == "input"
+        )
 
     def _machine(self, budget: int) -> Machine:
         """Return the machine; the open forwards of all stages of a rank share the room on its disk."""
@@ -192,13 +222,14 @@ class StagePlanner:
         if self.schedule.name == "zero_bubble":
             first = first_weight_op(planned, weight_ops(trace))
         if first is not None:
-            more = open_forward_nbytes(choice.forecast, first) - open_forward_nbytes(choice.forecast)
+            more = open_forward_nbytes(choice.forecast, first) - open_forward_nbytes(choice.forecast, planned.boundary)
             needed = self.schedule.pending_weights(self.number) * max(0, more)
         is_last = self.number == self.schedule.stages - 1
         peak = max(choice.forecast.peak + fixed + needed, self.bytes_of.update)
         read = None if is_last else first_gradient_read(planned)
         weight = None if first is None else planned.ops[first].name
-        return StagePlan(choice, peak, read, weight, self._sent_us), needed
+        alone = StageBytes.of(choice.forecast, self.bytes_of.others, self._given_nbytes)
+        return StagePlan(choice, peak, alone, read, weight, self._sent_us), needed
 
     @property
     def _sent_us(self) -> tuple[float, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +17,15 @@ from torch import nn
 from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
 from passes.stages.timeline import StageTimes
 
-from ..errors import AgreementError, BudgetError
+from ..errors import AgreementError
 from ..oss.comm.rank_group import format_failures
 from ..profile.memory_meter import resident_bytes
 from .arguments import PipelineArguments, device_of_model
 from .chunks import batch_nbytes
 from .cutter import Cutter
 from .first_cut import FirstCut
-from .mini_batch_plan import MiniBatchPlan, largest_peak
-from .planned_stage import PlannedStage
+from .mini_batch_plan import MiniBatchPlan, StagesByChunk
+from .rank_stages import Planners, Stages, rank_stages
 from .ranks.stage_group import PLANNING, StageGroup
 from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
@@ -37,9 +36,7 @@ from .state.stage_updates import StageUpdates
 from .step_capture import StepCapture, of_first_pipeline, random_nbytes
 from .whole_step import WholeStep
 
-Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
 Forecasts = tuple[tuple[int, ...], tuple[StageTimes, ...]]
-Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,18 +77,17 @@ class StagePlans:
             stage: {kind: self._planner(cuts[kind[0]], first, stage, nbytes, kind[1]) for kind in dict.fromkeys(kinds)}
             for stage in schedule.stages_of(self.group.rank)
         }
-        planned = self._planned(planners, search)
+        planned, peak = self._planned(schedule, planners, search)
         stages = {stage: [by_kind[kind] for kind in kinds] for stage, by_kind in planned.items()}
         trained = {name for cut in cuts.values() for name in cut.owners}
         owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
-        peak = sum(_stage_peak(planners[stage], by_kind) for stage, by_kind in planned.items())
         return first, MiniBatchPlan(schedule, stages, owners, peak, *self._of_all(stages, peak))
 
     def _schedule(self, chunks: int, first: FirstCut) -> PipelineSchedule:
         given = first.given
         return (given if torch.is_grad_enabled() else replace(given, schedule=NO_GRADIENTS)).order(chunks)
 
-    def _of_all(self, stages: Mapping[int, Sequence[PlannedStage]], peak: int) -> Forecasts:
+    def _of_all(self, stages: StagesByChunk, peak: int) -> Forecasts:
         """Return the peaks of all ranks, and the times of all stages."""
         times = [(stage, each[0].plan.times) for stage, each in stages.items()]
         texts = self.group.share(json.dumps([peak, times]).encode(), "exchange of forecasts")
@@ -126,7 +122,7 @@ class StagePlans:
         if refused is not None:
             raise ValueError(refused)
         if chosen is None:
-            raise budgets_error(self.given.budgets, numbers)
+            raise budgets_error(self.given.budgets, numbers, self.given.candidates[0][-1].stages)
         cut, given = StageCut(step, tuple(numbers)), self.given.choosing(*chosen)
         stages = range(self.group.rank, len(cut.begins), self.group.ranks)
         parameters = {stage: cutter.parameters(cut, stage) for stage in stages}
@@ -142,38 +138,33 @@ class StagePlans:
         gradients = [known[name] for name in unchanged]
         parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
         sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
-        budget = StageBudget.of(first.given.stage_budgets[stage], *sizes)
+        budget = StageBudget.of(first.given.stage_budgets()[stage], *sizes)
         return StagePlanner(
             cut, stage, schedule, budget, device_of_model(self.module), checkpoint, self.given.spill_dir
         )
 
-    def _planned(self, planners: Planners, search: StageSearch) -> dict[int, dict[Kind, PlannedStage]]:
-        """Return the stages of this rank, once all ranks have theirs.
+    def _planned(self, schedule: PipelineSchedule, planners: Planners, search: StageSearch) -> tuple[Stages, int]:
+        """Return the stages of this rank and its forecast bytes, once all ranks have theirs.
 
         Raises:
-            BudgetError: the stage of some rank does not fit; on all ranks.
+            BudgetError: the stages of some rank do not fit; on all ranks.
             AgreementError: another rank can't plan its stage.
         """
-        stages: dict[int, dict[Kind, PlannedStage]] = {}
-        smallest: dict[int, int] = {}
+        stages: Stages = {}
         failure, raised = "", None
-        for (stage, by_kind), share in zip(planners.items(), search.shares(len(planners)), strict=True):
-            try:
-                stages[stage] = _planned_together(by_kind, share)
-                smallest[stage] = _stage_peak(planners[stage], stages[stage])
-            except Exception as error:
-                failure, raised = f"{type(error).__name__}: {error}", error
-                smallest[stage] = getattr(error, "smallest", 0)
-                if not isinstance(error, BudgetError):
-                    break
-        own = json.dumps([failure, list(smallest.items())]).encode()
+        try:
+            budget = self.given.budgets[self.group.rank]
+            stages, needed = rank_stages(schedule, self.group.rank, budget, planners, search)
+        except Exception as error:
+            failure, raised = f"{type(error).__name__}: {error}", error
+            needed = getattr(error, "smallest", 0)
+        own = json.dumps([failure, needed]).encode()
         each = [json.loads(text) for text in self.group.share(own, "exchange of plans")]
         failures = {rank: text for rank, (text, _) in enumerate(each) if text}
         if not failures:
-            return stages
+            return stages, needed
         if all(text.startswith("BudgetError") for text in failures.values()):
-            every = sorted(tuple(pair) for _, pairs in each for pair in pairs)
-            raise budgets_error(self.given.budgets, [nbytes for _, nbytes in every])
+            raise budgets_error(self.given.budgets, [nbytes for _, nbytes in each], schedule.stages)
         raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
 
 
@@ -184,23 +175,3 @@ def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str 
     except ValueError as error:
         return [], None, str(error)
     return numbers, None if given is None else (given.schedule, given.stages_per_rank, given.delay), None
-
-
-def _planned_together(planners: Mapping[Kind, StagePlanner], search: StageSearch) -> dict[Kind, PlannedStage]:
-    """Return stages whose forwards may be open at once.
-
-    Raises:
-        BudgetError: they don't fit together.
-    """
-    stages: dict[Kind, PlannedStage] = {}
-    for (kind, planner), share in zip(planners.items(), search.shares(len(planners)), strict=True):
-        stages[kind] = replace(planner, search=share).plan(next(iter(stages.values()), None))
-    peak, budget = _stage_peak(planners, stages), next(iter(planners.values())).bytes_of.budget
-    if peak <= budget:
-        return stages
-    raise BudgetError(f"micro-batches of {len(stages)} kinds need {peak} bytes together", budget, peak)
-
-
-def _stage_peak(planners: Mapping[Kind, StagePlanner], stages: Mapping[Kind, PlannedStage]) -> int:
-    planner = next(iter(planners.values()))
-    return largest_peak(planner.schedule.open_forwards(planner.number), list(stages.values()))

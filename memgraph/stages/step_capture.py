@@ -84,7 +84,9 @@ class StepCapture:
         """Return what the ranks plan for. Disks are measured once a step does not fit as it is."""
         machine = self.machine or Machine(0, network=measure_network(self.group))
         plain = unplanned_nbytes(trace, Machine(0), self.given.chunks) + self.updates_nbytes
-        least = min(nbytes for chain in self.given.candidates for each in chain for nbytes in each.stage_budgets)
+        least = min(
+            min(each.stage_budgets(1 / each.stages_per_rank)) for chain in self.given.candidates for each in chain
+        )
         if machine.link.works or plain <= least or self.given.checkpoint != "auto":
             return machine
         folder, room = self.given.spill_dir, self.given.budgets[self.group.rank]

@@ -9,6 +9,7 @@ makespan           a lower bound of the time of a mini-batch
 action             one thing that a rank runs
 pipeline_schedule  the order in which ranks run their micro-batches
 timeline           when they do, and how long they wait
+rank_bytes         the most bytes of a rank with several stages
 preceding          what a stage recomputes before its gradient comes
 weights            backward in two, gradients of parameters last
 fixed_plans        plans that recompute everything

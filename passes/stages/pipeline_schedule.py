@@ -16,12 +16,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from .action import BACKWARD, FORWARD, WEIGHTS, Action
 from .timeline import StageTimes, Timeline, simulate
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 NO_GRADIENTS = "forward only"
+
+
+class Moment(NamedTuple):
+    """An action of a rank, while so many forwards of each of its stages are open, that of the action included."""
+
+    kind: str
+    stage: int
+    open: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,16 @@ class PipelineSchedule:
     def pending_weights(self, stage: int) -> int:
         """Return the most micro-batches that wait for the gradients of parameters while another one runs."""
         return max(0, self._most_between(stage, BACKWARD) - 1) if self.name == "zero_bubble" else 0
+
+    def moments(self, rank: int) -> frozenset[Moment]:
+        """Return all that a rank does, with the forwards that are open meanwhile."""
+        stages, moments = self.stages_of(rank), set[Moment]()
+        count = dict.fromkeys(stages, 0)
+        for kind, stage, _ in self.actions[rank]:
+            count[stage] += kind == FORWARD
+            moments.add(Moment(kind, stage, tuple(count.values())))
+            count[stage] -= kind == self.last_kind
+        return frozenset(moments)
 
     def timeline(self, times: Sequence[StageTimes]) -> Timeline:
         """Return when each action runs, with these times of each stage."""

@@ -4,7 +4,7 @@ python -m tests.support.counted_stages 2 4 1f1b gpt2 0.6    # ranks, micro-batch
 python -m tests.support.counted_stages 2 4 1f1b wide 1.0 disk    # all that can be is offloaded or recomputed
 
 It prints a line of JSON for each rank: counted, forecast and budget bytes. A share of 1 leaves each rank the room that
-it takes without a plan, beside what it holds in any case.
+it takes without a plan, beside what it holds in any case; with 0 the budgets are the smallest that an error names.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ def counted(rank: int, chunks: int, schedule: str, name: str, share: float, disk
 
 def _counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> dict[str, Any]:
     allocator = Allocator()
-    loose, kept = _prepared("4GB", chunks, schedule, name)[:2]
-    budget = kept + int(share * (loose.peak - kept))
-    each = [int(text) for text in loose.group.share(str(budget).encode(), "budgets")]
-    del loose
+    each = _budgets(chunks, schedule, name, share) if share else _smallest(chunks, schedule, name)
     pipe, kept, batch = _prepared("4GB" if share == 1.0 else each, chunks, schedule, name)
     gc.collect()
     elsewhere, most = allocator.now - _held(pipe, batch), []
@@ -65,6 +62,18 @@ def _counted(rank: int, chunks: int, schedule: str, name: str, share: float) -> 
     with torch.no_grad():
         row["evaluated"] = _counted_later(allocator, pipe, batch)
     return row
+
+
+def _budgets(chunks: int, schedule: str, name: str, share: float) -> list[int]:
+    loose, kept = _prepared("4GB", chunks, schedule, name)[:2]
+    budget = kept + int(share * (loose.peak - kept))
+    return [int(text) for text in loose.group.share(str(budget).encode(), "budgets")]
+
+
+def _smallest(chunks: int, schedule: str, name: str) -> list[int]:
+    with pytest.raises(memgraph.BudgetError) as caught:
+        _prepared(1, chunks, schedule, name)
+    return list(json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]"))
 
 
 def _counted_later(allocator: Allocator, pipe: Any, batch: Batch) -> tuple[int, int]:

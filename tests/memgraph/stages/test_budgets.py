@@ -19,11 +19,15 @@ from tests.support.staged_models import in_turn, made, wide
 
 CASES = [
     ("3", "4", "1f1b", "tied", "1.0"),
-    ("2", "4", "interleaved", "wide", "0.6"),
+    ("2", "4", "interleaved", "wide", "0"),
     ("3", "4", "zero_bubble", "wide", "0.6"),
 ]
 FURTHER = [
     ("2", "4", "1f1b", "wide", "0.6"),
+    ("2", "4", "interleaved", "wide", "0.6"),
+    ("2", "3", "interleaved", "t5", "0"),
+    ("1", "3", "interleaved", "u-net", "0"),
+    ("2", "4", "1f1b", "u-net", "0"),
     ("3", "4", "gpipe", "wide", "0.6"),
     ("2", "4", "1f1b", "batch norm", "1.0"),
 ]
@@ -40,6 +44,7 @@ def test_each_rank_keeps_its_budget(tmp_path: Path, case: tuple[str, ...]) -> No
     assert len(rows) == int(case[0])
     for row in rows:
         assert row["kept"] < max(row["counted"]) <= row["forecast"] <= row["budget"]
+        assert row["evaluated"][0] < max(row["counted"])
         for counted, forecast in (row["uneven"], row["evaluated"]):
             assert row["kept"] / 2 < counted <= forecast <= row["budget"]
 
@@ -85,6 +90,20 @@ def _free(rank: int) -> list[int]:
         pipe = memgraph.pipeline(model, chunks=2)
     pipe.step(**batch)
     return [*pipe.given.budgets]
+
+
+def test_an_error_says_which_stages_need_how_much() -> None:
+    model, batch = made("skips", 8)
+    with pytest.raises(BudgetError) as caught:
+        memgraph.pipeline(model, 1000, 2, schedule="interleaved", stages_per_rank=3).prepare(**batch)
+    least = caught.value.smallest
+    assert str(caught.value).startswith(
+        f"no plan keeps the budgets of 3 stages: stages 0, 1, 2 need {least} bytes, and 1000 are allowed; "
+        f"give budget=[{least}], or more chunks"
+    )
+    pipe = memgraph.pipeline(made("skips", 8)[0], least, 2, schedule="interleaved", stages_per_rank=3)
+    pipe.step(**batch)
+    assert pipe.peak <= least
 
 
 def test_without_a_budget_each_rank_has_what_is_free_there() -> None:

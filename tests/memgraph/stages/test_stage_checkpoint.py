@@ -71,6 +71,50 @@ def test_another_number_of_stages_goes_on_bit_for_bit(name: str, tmp_path: Path)
         assert [key for key, value in wanted.items() if value != found[key]] == []
 
 
+def _states(pipe: Pipeline) -> dict[str, bytes]:
+    """Return what the optimizer keeps for the parameters of this rank."""
+    assert pipe.optimizer is not None
+    kept = {name: pipe.optimizer.state[parameter] for name, parameter in pipe.named_parameters()}
+    return {f"{name}.{key}": each.numpy().tobytes() for name, state in kept.items() for key, each in state.items()}
+
+
+def _kept(rank: int, folder: Path, schedule: str, stages: int | None) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Return parameters and states when the training is saved after two steps."""
+    pipe, batch = _pipe("gpt2", schedule=schedule, stages_per_rank=stages)
+    _train(pipe, batch, 2)
+    pipe.save_sharded(folder)
+    return _bytes(pipe), _states(pipe)
+
+
+def _loaded(rank: int, folder: Path, schedule: str, stages: int | None) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    pipe, _ = _pipe("gpt2", schedule=schedule, stages_per_rank=stages)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    pipe.load_sharded(folder)
+    return _bytes(pipe), _states(pipe)
+
+
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [
+        (("interleaved", 2), ("1f1b", None)),
+        (("1f1b", None), ("interleaved", 3)),
+        pytest.param(("interleaved", 3), ("interleaved", 2), marks=pytest.mark.slow),
+        pytest.param(("zero_bubble", None), ("interleaved", 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_another_schedule_loads_parameters_and_states_bit_for_bit(
+    saved: tuple[str, int | None], loaded: tuple[str, int | None], tmp_path: Path
+) -> None:
+    wanted = on_ranks(2, _kept, tmp_path / "saved", *saved)
+    found = on_ranks(2, _loaded, tmp_path / "saved", *loaded)
+    assert found[0][0] == wanted[0][0]
+    before, after = ({**first, **second} for (_, first), (_, second) in (wanted, found))
+    assert len(before) > 0 and after == before
+
+
 def _refused(rank: int, folder: Path) -> list[str]:
     """Return the errors for a folder that does not fit; nothing has changed."""
     pipe, _ = _pipe("skips")
