@@ -4,12 +4,18 @@
     print(model.plan)                                                     decisions, forecast and measurement
     print(memgraph.plan(model, *args, budget="8GB"))                      the same, before any step
     print(memgraph.sweep(model, *args))                                   time of the step by budget
+    Trainer(..., callbacks=[memgraph.MemoryBudget("8GB")])                the same for transformers' Trainer
     except memgraph.BudgetError as error: ...                             error.smallest is a budget that works
 
 `help(memgraph.compile)` describes each argument; see also the README and `docs/`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .system.garbage import paused_collector
+
+if TYPE_CHECKING:
+    from .integrations.trainer import MemoryBudget
 
 with paused_collector():  # what an import makes stays
     from .api.budget_sweep import sweep
@@ -54,6 +60,7 @@ __all__ = [
     "GradScaler",
     "LoweringError",
     "MemgraphError",
+    "MemoryBudget",
     "NoPlanError",
     "OpaqueError",
     "PinnedError",
@@ -79,3 +86,12 @@ __all__ = [
     "save_state",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is asked for."""
+    if name == "MemoryBudget":
+        from .integrations.trainer import MemoryBudget
+
+        return MemoryBudget
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

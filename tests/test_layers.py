@@ -9,7 +9,7 @@ import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 MEMGRAPH = (
-    {"memgraph.command"},
+    {"memgraph.command", "memgraph.integrations"},
     {"memgraph.api"},
     {"memgraph.stages"},
     {"memgraph.planning"},

@@ -71,7 +71,7 @@ def lora() -> Any:
     return get_peft_model(gpt2(), adapter)
 
 
-def trainer_of(model: Any, rows: Rows, folder: Path, **options: Any) -> Any:
+def trainer_of(model: Any, rows: Rows, folder: Path, callbacks: Any = None, **options: Any) -> Any:
     """Two epochs of two updates, each of two batches of four rows, with clipping; all of it logged, saved, evaluated."""
     told = {
         "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2,
@@ -79,7 +79,7 @@ def trainer_of(model: Any, rows: Rows, folder: Path, **options: Any) -> Any:
         "save_steps": 2, "load_best_model_at_end": True, "use_cpu": True, "report_to": [], "disable_tqdm": True,
     } | options  # fmt: skip
     arguments = transformers.TrainingArguments(str(folder), **told)
-    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Callbacks of other libraries: `MemoryBudget` for the Trainer of transformers."""

@@ -1,0 +1,59 @@
+"""The forward of a module under a budget, in place: the module stays what it is for everything else.
+
+model.forward = BudgetedForward(model, "8GB", {})   ->   model(x) runs a planned step, and is the same module
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api.compiled_module import CompiledModule
+from ..api.compiler import compile
+from ..options.compile_options import Budget
+
+STATE_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+class BudgetedForward:
+    """Calls a compiled module that shares everything with `model` but its hooks, which run around this forward.
+
+    Attributes:
+        compiled: the compiled module; None before the first call, and after another optimizer was given.
+    """
+
+    def __init__(self, model: nn.Module, budget: Budget, options: dict[str, Any]) -> None:
+        self._model, self._budget, self._options = model, budget, options
+        self._plain = model.forward
+        self._shared = without_hooks(model)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.compiled: CompiledModule | None = None
+        update_wrapper(self, model.forward)  # whoever asks for arguments of forward sees those of the model
+
+    def count(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count the states of an optimizer from the next call on."""
+        if optimizer is not self._optimizer:
+            self._optimizer, self.compiled = optimizer, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None and not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)  # a token of `generate`, which has another shape each time
+        if self.compiled is None:
+            self.compiled = compile(self._shared, self._budget, optimizer=self._optimizer, **self._options)
+        self._shared.training = self._model.training
+        self.compiled.training = self._model.training
+        return self.compiled(*args, **kwargs)
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a module that shares parameters, buffers and submodules with `model`, and has no hooks of its own."""
+    shared = copy.copy(model)
+    for name, value in vars(shared).items():
+        if name.endswith("_hooks") and name not in STATE_HOOKS and isinstance(value, dict):
+            shared.__dict__[name] = OrderedDict()
+    return shared

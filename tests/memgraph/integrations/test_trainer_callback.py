@@ -1,0 +1,111 @@
+"""A callback gives the Trainer of transformers a budget, and all else stays as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import memgraph
+from tests.end_to_end.test_trainer import CLASSES, SHARE, WORDS, Rows, bert, gpt2, history, lora, trainer_of
+from tests.support.compare import ROOM
+
+
+def budget_of(make: Callable[[], Any], rows: Rows, **modes: Any) -> int:
+    """Return less than a step of the trainer takes as it is, its optimizer included."""
+    model = make()
+    batch: dict[str, Any] = {
+        name: torch.stack([torch.as_tensor(rows[i][name]) for i in range(4)]) for name in ("input_ids", *rows.columns)
+    }
+    if "label" in batch:
+        batch["labels"] = batch.pop("label")
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    with torch.autocast("cpu", torch.bfloat16, **modes):
+        peak = memgraph.plan(model, **batch, budget=ROOM, time_limit=0, optimizer=optimizer, accumulate=True).peak
+    return int(SHARE * peak)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "options"),
+    [(gpt2, WORDS, {}), (bert, CLASSES, {"bf16": True}), (lora, WORDS, {})],
+    ids=["tied weights", "a classifier in bfloat16", "an adapter"],
+)
+def test_it_trains_evaluates_saves_and_resumes_as_without_it(
+    make: Callable[[], Any], rows: Rows, options: dict[str, Any], tmp_path: Path
+) -> None:
+    budget = budget_of(make, rows, enabled="bf16" in options)
+    theirs = trainer_of(make(), rows, tmp_path / "plain", **options)
+    theirs.train()
+    callback = memgraph.MemoryBudget(budget, time_limit=0)
+    ours = trainer_of(make(), rows, tmp_path / "ours", callbacks=[callback], **options)
+    ours.train()
+    assert history(ours) == history(theirs)
+    assert callback.plan is not None and callback._forward is not None and callback._forward.compiled is not None
+    reports = [step.report for step in callback._forward.compiled._kept.steps.values()]
+    assert any(report.plan for report in reports) and all(report.counted for report in reports)
+    assert all(report.measured is None or report.measured <= report.peak <= budget for report in reports)
+    again = trainer_of(
+        make(), rows, tmp_path / "ours", callbacks=[memgraph.MemoryBudget(budget, time_limit=0)], **options
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    for name, value in theirs.model.state_dict().items():
+        assert torch.equal(ours.model.state_dict()[name], value), name
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
+def test_a_callback_may_be_added_to_a_trainer_that_exists(tmp_path: Path) -> None:
+    theirs = trainer_of(bert(), CLASSES, tmp_path / "plain", bf16=True)
+    theirs.train()
+    ours, callback = (
+        trainer_of(bert(), CLASSES, tmp_path / "ours", bf16=True),
+        memgraph.MemoryBudget("1GB", time_limit=0),
+    )
+    ours.add_callback(callback)
+    ours.train()
+    assert history(ours) == history(theirs)
+    assert callback.plan is not None
+
+
+def test_generation_runs_the_plain_model(tmp_path: Path) -> None:
+    callback = memgraph.MemoryBudget("1GB", time_limit=0)
+    trainer = trainer_of(gpt2(), WORDS, tmp_path, callbacks=[callback])
+    prompt = WORDS[0]["input_ids"][None, :4]
+    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(trainer.model.generate(prompt, **told), gpt2().generate(prompt, **told))
+    assert callback.plan is None
+
+
+def test_hooks_of_the_model_run_once_a_call(tmp_path: Path) -> None:
+    model, calls = gpt2(), list[int]()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    trainer_of(model, WORDS, tmp_path, callbacks=[memgraph.MemoryBudget("1GB", time_limit=0)])
+    model(input_ids=WORDS[0]["input_ids"][None])
+    model(input_ids=WORDS[0]["input_ids"][None])
+    assert len(calls) == 2
+
+
+def test_a_budget_that_no_plan_fits_is_raised_before_the_first_step(tmp_path: Path) -> None:
+    trainer = trainer_of(gpt2(), WORDS, tmp_path, callbacks=[memgraph.MemoryBudget(20_000, time_limit=0)])
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(memgraph.BudgetError):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "loss", "microbatches"])
+def test_what_is_the_trainers_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="the trainer has the optimizer"):
+        memgraph.MemoryBudget("1GB", **{name: 2})
+
+
+def test_the_arguments_of_forward_are_those_of_the_model(tmp_path: Path) -> None:
+    trainer = trainer_of(gpt2(), WORDS, tmp_path, callbacks=[memgraph.MemoryBudget("1GB")])
+    trainer._set_signature_columns_if_needed()
+    plain = trainer_of(gpt2(), WORDS, tmp_path)
+    plain._set_signature_columns_if_needed()
+    assert trainer._signature_columns == plain._signature_columns
+    assert isinstance(trainer.model, transformers.GPT2LMHeadModel)
