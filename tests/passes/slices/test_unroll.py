@@ -137,11 +137,27 @@ dx = mul(dh, x)
 
 def test_an_added_line_has_the_origin_that_the_graph_needs() -> None:
     found = unroll(HEAD, ROWS_OF_HEAD)
-    assert found.origins["h__0_1__p2"] == Origin("h", (0, 4, 8)) and found.origins["dh__at1"] == Origin(
-        "dh__parts", (0, 0, 4)
-    )
-    assert found.origins["e__p1"] == Origin("e") and found.origins["dw__p2"] == Origin("dw")
-    assert found.origins["dh"] == Origin("dh") and found.origins["g__one"] == Origin("g")
+    assert {name: found.origins[name] for name in ("h__0_1__p2", "dh__at1")} == {
+        "h__0_1__p2": Origin("h", "rows", (0, 4, 8)),
+        "dh__at1": Origin("dh__parts", "rows", (0, 0, 4)),
+    }
+    assert {name: (origin.source, origin.kind) for name, origin in found.origins.items() if not origin.view} == {
+        "g__one": ("g", "one"),
+        "w_t__one": ("w_t", "copy"),
+        "h_t__one": ("h_t", "copy"),
+        "dh__parts": ("dh", "room"),
+        **{f"{name}__p{part}": (name, "part") for name in ("a", "b", "c", "d", "e", "dh") for part in (1, 2)},
+        "dh__write1": ("dh", "write"),
+        "dh__write2": ("dh", "write"),
+        "l__parts": ("l", "sum"),
+        "l__p2": ("l", "part"),
+        "l__add2": ("l", "write"),
+        "l": ("l", "whole"),
+        "dw__parts": ("dw", "sum"),
+        "dw__p2": ("dw", "write"),
+        "dh": ("dh", "scale"),
+        "dw": ("dw", "scale"),
+    }
     assert {op.name for op in found.trace.ops} - found.origins.keys() == {"x", "y", "w", "g", "h", "dx"}
 
 
