@@ -15,7 +15,7 @@ import torch
 
 from passes import BrokenTrace, Forecast, Machine, Offload, Op, PlanResult, Stream, Trace, apply, check, predict
 from passes.ir.liveness import released
-from passes.order.microbatch_order import reslice_microbatches
+from passes.order.microbatch_order import order_like
 
 from ..errors import PlanError
 from .saved_plan import REPLAN, SavedPlan, with_saved_prices, without_prices
@@ -28,11 +28,9 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
         PlanError: no plan matches, or the one that does can't be carried out here or exceeds the budget.
     """
     both = [(step, without_prices(step)) for step in (trace, released(trace))]
-    matching = (
-        (plan, step) for plan in plans for step, bare in both if plan.step == reslice_microbatches(bare, plan.step)
-    )
+    matching = ((plan, step) for plan in plans for step, bare in both if plan.step == order_like(bare, plan.step))
     plan, trace = next(matching, (plans[0], trace))
-    trace = reslice_microbatches(trace, plan.step)
+    trace = order_like(trace, plan.step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:

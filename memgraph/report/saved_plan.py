@@ -24,7 +24,7 @@ from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
 
-FORMAT = 4
+FORMAT = 5
 REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine

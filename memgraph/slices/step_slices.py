@@ -101,7 +101,7 @@ def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[f
     facts, captured = _facts(graph), released(summarize(graph))
     if not isinstance(request.asked, Mapping):
         slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice").slices
-        return _as_far_as_it_runs(graph, slices, request.unit)
+        return _those_that_run(graph, slices, request.unit)
     slices = ()
     for path, parts in request.asked.items():
         trace = released(summarize(graph))
@@ -117,7 +117,7 @@ def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[f
     return graph, slices
 
 
-def _as_far_as_it_runs(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> tuple[fx.Graph, tuple[Slice, ...]]:
+def _those_that_run(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> tuple[fx.Graph, tuple[Slice, ...]]:
     """Return the graph in those of the slices that torch can run in parts, and these."""
     made: tuple[Slice, ...] = ()
     for cut in slices:

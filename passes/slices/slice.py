@@ -24,7 +24,7 @@ class Slice:
         tokens: rows of a sequence; 0 if rows are not divided into sequences.
         parts: into which they are divided, about.
         rules: how each op runs on some of the rows, in the order of the trace.
-        reruns: bytes from which values of forward are not kept, but made again in backward; 0 if nothing runs twice.
+        reruns: bytes from which on backward makes a forward value again, which is not kept; 0: all are kept.
     """
 
     rows: int

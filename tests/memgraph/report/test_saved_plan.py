@@ -226,7 +226,7 @@ def damage(text: str, change: Callable[[dict[str, Any]], object]) -> str:
         (lambda text: "[" * 100_000, "is not JSON"),
         (lambda text: "[1, 2]", "is no saved plan"),
         (lambda text: '{"a": 1}', "is no saved plan"),
-        (lambda text: damage(text, lambda facts: facts.update(memgraph=99)), "has format 99, this memgraph reads 4"),
+        (lambda text: damage(text, lambda facts: facts.update(memgraph=99)), "has format 99, this memgraph reads 5"),
         (lambda text: damage(text, lambda facts: facts.update(peak=1)), "was damaged or changed"),
         (lambda text: damage(text, lambda facts: facts.pop("digest")), "was damaged or changed"),
         (lambda text: damage(text, lambda facts: facts["decisions"].pop()), "was damaged or changed"),

@@ -19,7 +19,7 @@ from tests.support.sliced_training import BATCH, LENGTH, ROOM, assert_near, batc
 INNER, WIDE = 32, 384
 FLOAT = 4
 ROWS = BATCH * LENGTH
-LARGE = FLOAT * ROWS * WIDE  # of which three exist at once
+LARGE = FLOAT * ROWS * WIDE  # three values of so many bytes exist together
 GRADIENTS = FLOAT * INNER * (VOCABULARY + ROWS)  # of the head and of what it reads, which slices make before backward
 
 

@@ -1,4 +1,4 @@
-"""What `slices=` asks for: wrong arguments and submodules without a chain are refused by name."""
+"""Requests for slices: wrong arguments and submodules without a chain are refused by name."""
 
 from __future__ import annotations
 
