@@ -25,7 +25,7 @@ from .ir.invariants import check
 from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
-from .order.microbatch_order import slice_microbatches
+from .order.microbatch_order import order_by_section
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast
@@ -89,8 +89,8 @@ class Pass:
 
 
 # Without casts plans are easier to find; without offloading even more so, and the staging of copies is spared.  The
-# next two recompute values more often, phase by phase and value by value; so does the chain, slice by slice.  The last
-# one is for budgets that nothing else keeps.
+# next two recompute values more often, phase by phase and value by value; so does the chain, section by section.
+# The last one is for budgets that nothing else keeps.
 PASSES: tuple[Pass, ...] = (
     Pass(optimize, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
@@ -123,9 +123,9 @@ def make_plan(
     log(f"{'captured':<16} {captured.forecast}")
     if captured.forecast.peak <= machine.budget:
         return captured
-    in_slices = slice_microbatches(trace, machine)
-    # In slices first: parameters that are streamed are reloaded least often then.
-    for order in (trace,) if in_slices is trace else (in_slices, trace):
+    by_section = order_by_section(trace, machine)
+    # By section first: parameters that are streamed are reloaded least often then.
+    for order in (trace,) if by_section is trace else (by_section, trace):
         start = captured if order is trace else _unplanned(order, machine)
         result, is_cut = _run(start, machine, passes, log, until)
         timed_out = timed_out or is_cut

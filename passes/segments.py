@@ -105,7 +105,7 @@ def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None
         return None
     if op.once or op.draws or not (is_view(op) or fusible(op)):
         return None
-    return op.phase, op.slice, op.microbatch
+    return op.phase, op.section, op.microbatch
 
 
 def is_view(op: Op) -> bool:
@@ -168,13 +168,13 @@ def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]
     renamed |= {op.holds[0]: storage.name for op, storage in zip(ops, made, strict=True)}
     yield Op(
         segment.name, SEGMENT, segment.reads, made, tuple(storage.name for storage in made), first.phase,
-        price.us, price.workspace, microbatch=first.microbatch, slice=first.slice,
+        price.us, price.workspace, microbatch=first.microbatch, section=first.section,
         type=", ".join(op.type for op in ops), where=first.where,
     )  # fmt: skip
     for op, storage in zip(ops, made, strict=True):
         yield Op(
             op.name, "getitem", (segment.name,), holds=(storage.name,), phase=op.phase, microbatch=op.microbatch,
-            slice=op.slice, type=op.type, where=op.where,
+            section=op.section, type=op.type, where=op.where,
         )  # fmt: skip
     yield from (_holding(trace.op[name], renamed) for name in segment.views)
 

@@ -57,7 +57,7 @@ class Rewriter:
         # An update reads optimizer states first, which are not in the graph.
         reads = dict(zip(inputs, op.reads[len(op.reads) - len(inputs) :], strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
-        node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
+        node.meta = {**source.meta, "phase": op.phase, "section": op.section}
         if op.recomputes:
             node.meta["again"] = op.recomputes
         if op.offloaded:

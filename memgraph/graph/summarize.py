@@ -123,7 +123,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, written:
         offloaded=OFFLOADED in node.meta,
         recomputes=node.meta.get("again", ""),
         microbatch=node.meta.get("part", 0),
-        slice=node.meta.get("slice", 0),
+        section=node.meta.get("section", 0),
         type=", ".join(describe_type(value.dtype, value.shape) for value in values),
         where=node.meta.get("where", ""),
     )

@@ -181,7 +181,7 @@ class _WithSegments(Rewriter):
 
     def _fresh(self, op: Op, target: Callable[..., object], args: tuple[Any, ...], value: object) -> fx.Node:
         node = self.new.create_node("call_function", target, args)
-        node.meta = {"phase": op.phase, "slice": op.slice, "part": op.microbatch, "where": op.where, "val": value}
+        node.meta = {"phase": op.phase, "section": op.section, "part": op.microbatch, "where": op.where, "val": value}
         self.fresh.add(node)
         return self._named(node, op)
 

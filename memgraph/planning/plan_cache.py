@@ -24,7 +24,7 @@ import torch
 import passes
 from passes import NO_PROOFS, Machine, Plan, PlanResult, Trace, parse_plan, parse_proofs, predict
 from passes.ir.machine import rates, with_rates
-from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
+from passes.order.microbatch_order import order_by_section, order_like
 from passes.pipeline import FAIR_GAP
 from passes.simulate.plan_result import try_plan
 
@@ -73,10 +73,10 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
     captured = choice.captured
     if not choice.plan:
         return
-    ordered = reslice_microbatches(trace, captured.trace)
+    ordered = order_like(trace, captured.trace)
     facts = {
         "decisions": list(map(str, choice.plan)),
-        "sliced": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
+        "by_section": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
         "bound_us": 0.0 if final else choice.bound_us,
         "any_us": 0.0 if final else choice.any_us,
         "proofs": str(NO_PROOFS if final else choice.proofs),
@@ -103,7 +103,7 @@ def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
     if facts is None:
         return None
     try:
-        order = slice_microbatches(trace, machine) if facts["sliced"] else trace
+        order = order_by_section(trace, machine) if facts["by_section"] else trace
         if facts["prices"] != with_saved_prices(order, machine):
             return None
         plan = parse_plan("\n".join(facts["decisions"]))

@@ -28,7 +28,7 @@ from passes import (
     predict,
 )
 from passes.ir.liveness import released
-from passes.order.microbatch_order import reslice_microbatches
+from passes.order.microbatch_order import order_like
 
 from ..errors import PlanError
 from .saved_plan import REPLAN, SavedPlan, with_saved_prices, without_prices
@@ -42,13 +42,10 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
     """
     both = [(step, without_prices(step)) for step in (trace, released(trace))]
     matching = (
-        (plan, step)
-        for plan in plans
-        for step, bare in both
-        if plan.bare_step == reslice_microbatches(bare, plan.bare_step)
+        (plan, step) for plan in plans for step, bare in both if plan.bare_step == order_like(bare, plan.bare_step)
     )
     plan, trace = next(matching, (plans[0], trace))
-    trace = reslice_microbatches(trace, plan.bare_step)
+    trace = order_like(trace, plan.bare_step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:

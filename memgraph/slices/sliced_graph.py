@@ -13,8 +13,6 @@ from torch import Tensor, fx
 
 from passes import Op
 from passes.slices import parts
-from passes.slices.hoist import ONE
-from passes.slices.hoist import SCALE as SCALE_LINE
 from passes.slices.parts import Origin
 from passes.slices.row_rule import type_shape
 from passes.slices.unroll import Unrolled
@@ -84,28 +82,31 @@ class _Writer:
 
     def _added(self, op: Op, origin: Origin) -> fx.Node:
         """Return the node of a line that the slice adds."""
-        source, reads = self.old.get(origin.source), [self.env[read] for read in op.reads]
+        reads = [self.env[read] for read in op.reads]
         if origin.view is not None:
             return self._call(op, aten.slice.Tensor, reads[0], *origin.view)
-        assert source is not None
+        source = self.old[origin.source]
         value: Tensor = source.meta["val"]
         where = {"dtype": value.dtype, "device": value.device}
-        if op.fn == ONE:
-            return self._call(op, aten.ones.default, list(value.shape), **where)
-        if op.fn == parts.EMPTY:
-            return self._room(op, source, **where)
-        if op.fn == SCALE_LINE:
-            return self._whole(self._call(op, SCALE, *reads), reads[0])
-        if op.fn == parts.ALL and op.name == source.name:
-            return self._whole(self._call(op, aten.alias.default, *reads), reads[0])
-        if op.fn == parts.CAST and op.name.endswith(("__sum", "__parts")) and op.reads != self._reads(source):
-            node = self._call(
-                op, aten._to_copy.default, *reads, dtype=WIDE if op.name.endswith("__sum") else value.dtype
-            )
-            return self._shared(node, value) if op.name.endswith("__parts") else node
-        if op.fn in WRITERS:
-            return self._call(op, WRITERS[op.fn], *reads)
-        return self._part(op, source, reads)
+        match origin.kind:
+            case "one":
+                return self._call(op, aten.ones.default, list(value.shape), **where)
+            case "room":
+                return self._room(op, source, **where)
+            case "write":
+                return self._call(op, WRITERS[op.fn], *reads)
+            case "widen":
+                return self._call(op, aten._to_copy.default, *reads, dtype=WIDE)
+            case "narrow":
+                return self._shared(self._call(op, aten._to_copy.default, *reads, dtype=value.dtype), value)
+            case "whole":
+                return self._whole(self._call(op, aten.alias.default, *reads), reads[0])
+            case "scale":
+                return self._whole(self._call(op, SCALE, *reads), reads[0])
+            case "sum":
+                return self._shared(self._part(op, source, reads), value)
+            case _:
+                return self._part(op, source, reads)
 
     def _room(self, op: Op, source: fx.Node, **where: Any) -> fx.Node:
         """Return a node that makes room for a value; that of a view, which may have gaps, is dense."""
@@ -125,10 +126,6 @@ class _Writer:
         self.fresh |= {node} if parts in self.fresh else set()
         return self._shared(node, parts.meta["val"])
 
-    @staticmethod
-    def _reads(source: fx.Node) -> tuple[str, ...]:
-        return tuple(read.name for read in source.all_input_nodes)
-
     def _part(self, op: Op, source: fx.Node, reads: list[fx.Node]) -> fx.Node:
         """Return a captured node that runs on the rows of a part."""
         env = dict(zip(source.all_input_nodes, reads, strict=True))
@@ -138,7 +135,7 @@ class _Writer:
             place = SIZES[source.target]
             node.args = (*node.args[:place], list(type_shape(op.type)), *node.args[place + 1 :])
         node.meta["val"] = fake_result(node, self.mode)
-        return self._shared(node, source.meta["val"]) if op.name == f"{source.name}__parts" else node
+        return node
 
     def _shared(self, node: fx.Node, value: Tensor) -> fx.Node:
         """Let a node have the fake value of the captured one, which later views share."""

@@ -101,14 +101,29 @@ def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[f
     facts, captured = _facts(graph), released(summarize(graph))
     if not isinstance(request.asked, Mapping):
         slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice").slices
-        return _carried_out(graph, slices, request.unit), slices
+        return _those_that_run(graph, slices, request.unit)
     slices = ()
     for path, parts in request.asked.items():
         trace = released(summarize(graph))
         known = of_captured(facts, captured, trace)
         cut = _slice_of(trace, machine, known, path, parts, request.unit)
-        graph, slices = _carried_out(graph, (cut,), request.unit), (*slices, cut)
+        try:
+            graph, slices = _carried_out(graph, (cut,), request.unit), (*slices, cut)
+        except RuntimeError as error:
+            raise ValueError(
+                f"slices has {path!r}, but torch can't run its ops in {parts} parts: {error}; leave it out, or give"
+                " slices='auto'"
+            ) from error
     return graph, slices
+
+
+def _those_that_run(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> tuple[fx.Graph, tuple[Slice, ...]]:
+    """Return the graph in those of the slices that torch can run in parts, and these."""
+    made: tuple[Slice, ...] = ()
+    for cut in slices:
+        with suppress(ValueError, RuntimeError, BrokenTrace):  # ValueError: it has ops of one that was left out
+            graph, made = _carried_out(graph, (cut,), unit), (*made, cut)
+    return graph, made
 
 
 def _carried_out(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> fx.Graph:

@@ -2,5 +2,5 @@
 
 phase_lp, phase_search    cut backward into phases and plan each
 rerun_state, anneal       annealing over single recomputations
-chain, chain_dp           dynamic programming over a chain of slices
+chain, chain_dp           dynamic programming over a chain of sections
 """

@@ -1,4 +1,4 @@
-"""Recompute a chain slice by slice, each slice as often as the budget requires.
+"""Recompute a chain section by section, each section as often as the budget requires.
 
     x -> [a] -> [b] -> [c] -> [d]      kept: x, b
     backward of d                      c again, from b
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..analysis.chain_slices import Slices
+from ..analysis.chain_sections import Sections
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
@@ -25,7 +25,7 @@ from ..schedule.recompute_order import RecomputeOrder
 from ..simulate.forecast import predict
 from .chain_dp import ChainDP, ChainStep, Needs
 
-MOST = 160  # slices
+MOST = 160  # sections
 SLOTS = 256
 TRIES = 8
 SLACK = 8  # a table reaches this part beyond the budget: what is forecast is less than what the slots say
@@ -38,16 +38,16 @@ def rerun_chain(trace: Trace, machine: Machine, until: float = math.inf) -> Plan
     At `until`, as `time.monotonic` has it, it ends with what was found.
     """
     captured = predict(trace, machine)
-    slices = Slices(ReuseGaps(trace), MOST)
-    if captured.peak <= machine.budget or slices.count < 3:
+    sections = Sections(ReuseGaps(trace), MOST)
+    if captured.peak <= machine.budget or sections.count < 3:
         return ()
-    needs = Needs(slices)
+    needs = Needs(sections)
     tried = [ChainTry((), captured.peak, captured.us)]
     if needs.floor <= machine.budget and time.monotonic() < until:
-        tried += _towards(machine, ChainDP(needs, _beyond(machine.budget, slices), SLOTS, until))
+        tried += _towards(machine, ChainDP(needs, _beyond(machine.budget, sections), SLOTS, until))
     if not any(each.peak <= machine.budget for each in tried) and time.monotonic() < until:
         # These do not depend on the budget: so the lowest of their peaks is a budget that can be met.
-        tried = tried[:1] + list(_lowest(machine, ChainDP(needs, _beyond(needs.floor, slices), SLOTS, until)))
+        tried = tried[:1] + list(_lowest(machine, ChainDP(needs, _beyond(needs.floor, sections), SLOTS, until)))
     fits = [each for each in tried if each.peak <= machine.budget]
     best = min(fits, key=lambda each: (each.us, each.peak)) if fits else min(tried, key=lambda each: each.peak)
     return best.plan
@@ -62,8 +62,8 @@ class ChainTry:
     us: float
 
 
-def _beyond(nbytes: int, slices: Slices) -> int:
-    return nbytes + (nbytes - int(slices.base.min())) // SLACK
+def _beyond(nbytes: int, sections: Sections) -> int:
+    return nbytes + (nbytes - int(sections.base.min())) // SLACK
 
 
 def _towards(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
@@ -89,18 +89,18 @@ def _lowest(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
 
 
 def _try(machine: Machine, rotor: ChainDP, slots: int) -> ChainTry:
-    plan = _Writer(rotor.slices).plan(rotor.undo(slots))
-    forecast = predict(apply(rotor.slices.gaps.trace, plan), machine)
+    plan = _Writer(rotor.sections).plan(rotor.undo(slots))
+    forecast = predict(apply(rotor.sections.gaps.trace, plan), machine)
     return ChainTry(plan, forecast.peak, forecast.us)
 
 
 class _Writer:
-    """Writes the recomputations of a chain, slice by slice in backward."""
+    """Writes the recomputations of a chain, section by section in backward."""
 
-    def __init__(self, slices: Slices) -> None:
-        self.slices = slices
-        self.gaps = slices.gaps
-        self.reruns = RecomputeOrder(slices.gaps, frozenset(slices.producer))
+    def __init__(self, sections: Sections) -> None:
+        self.sections = sections
+        self.gaps = sections.gaps
+        self.reruns = RecomputeOrder(sections.gaps, frozenset(sections.producer))
         self.is_past_first = False
 
     def plan(self, undone: Iterable[ChainStep]) -> Plan:
@@ -109,18 +109,18 @@ class _Writer:
         return tuple(self.reruns.decisions)
 
     def _undo(self, undo: ChainStep) -> None:
-        """Recompute what is held through backward of a slice, and before each op what else it reads."""
+        """Recompute what is held through backward of a section, and before each op what else it reads."""
         held = self._held(undo)
-        ops = self.slices.backward[undo.slice]
-        wanted = held.union(*(self.slices.reads[i] for i in ops))
-        self.reruns.drop(held if self.is_past_first else wanted)  # the step itself has run the last slice
+        ops = self.sections.backward[undo.section]
+        wanted = held.union(*(self.sections.reads[i] for i in ops))
+        self.reruns.drop(held if self.is_past_first else wanted)  # the step itself has run the last section
         self.is_past_first = True
-        roots = [self.reruns.whole_value(storage) for storage in wanted - self.slices.needed[undo.slice]]
+        roots = [self.reruns.whole_value(storage) for storage in wanted - self.sections.needed[undo.section]]
         self.reruns.recompute(roots, ops[0], wanted)
         self.reruns.drop(wanted)
         for i in ops:
             self.reruns.recompute(self.gaps.reads.get(i, ()), i, wanted)
 
     def _held(self, undo: ChainStep) -> frozenset[str]:
-        named = {"crossing": self.slices.crossing, "kept": self.slices.kept}
+        named = {"crossing": self.sections.crossing, "kept": self.sections.kept}
         return frozenset(storage for kind, j in undo.held for storage in named[kind][j])

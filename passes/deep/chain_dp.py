@@ -1,4 +1,4 @@
-"""Decide how often to run each slice of a chain, for the least time within a number of bytes.
+"""Decide how often to run each section of a chain, for the least time within a number of bytes.
 
     undo(s, t):  run s and keep what its backward reads;  undo(s + 1, t);  backward of s
     or           run s ... k - 1 and keep only the storages at the beginning of k;  undo(k, t);  undo(s, k - 1)
@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..analysis.chain_slices import Slices
+from ..analysis.chain_sections import Sections
 from ..ir.arrays import Ints
 
 Table = npt.NDArray[np.float32]
@@ -29,50 +29,50 @@ HeldValues = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ChainStep:
-    """Backward of a slice, and the storages on the device when it begins.
+    """Backward of a section, and the storages on the device when it begins.
 
-    `held` names slices: ("crossing", j) for what lies at the beginning of j, ("kept", j) for what j keeps.
+    `held` names sections: ("crossing", j) for what lies at the beginning of j, ("kept", j) for what j keeps.
     """
 
-    slice: int
+    section: int
     held: HeldValues
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """The exact bytes of each step of a chain: those that no slice moves, and those beside `held`."""
+    """The exact bytes of each step of a chain: those that no section moves, and those beside `held`."""
 
-    slices: Slices
+    sections: Sections
 
     @cached_property
     def kept_peak(self) -> Ints:
-        return self.slices.own_peak(self.slices.kept)
+        return self.sections.own_peak(self.sections.kept)
 
     @cached_property
     def needed_peak(self) -> Ints:
-        return self.slices.own_peak(self.slices.needed)
+        return self.sections.own_peak(self.sections.needed)
 
     def leaf(self, s: int) -> Ints:
-        """Run slices s ... t for backward of t alone, and undo t: for each t from s on."""
-        x = self.slices
+        """Run sections s ... t for backward of t alone, and undo t: for each t from s on."""
+        x = self.sections
         before = np.maximum.accumulate(np.append(0, x.forward_peak[s, s:-1]))
         run = np.maximum(before, x.added_nbytes[s, s:-1] + self.needed_peak[s:])
         return np.maximum(x.base[s:] + run, x.backward_peak[s, s:])
 
     def keep(self, s: int) -> Ints:
-        """Run slice s and keep what backward reads, before undoing t: for each t behind s.  Undo it afterwards."""
-        x = self.slices
+        """Run section s and keep what backward reads, before undoing t: for each t behind s.  Undo it afterwards."""
+        x = self.sections
         return np.maximum(x.base[s + 1 :] + self.kept_peak[s], x.backward_peak[s, s])
 
     def run(self, s: int) -> Ints:
-        """[k, t] with both counted from s + 1: run slices s ... k - 1 before undoing t."""
-        x = self.slices
+        """[k, t] with both counted from s + 1: run sections s ... k - 1 before undoing t."""
+        x = self.sections
         return np.maximum.accumulate(x.forward_peak[s, s:-1])[:, None] + x.base[None, s + 1 :]
 
     @cached_property
     def floor(self) -> int:
         """Return the fewest bytes in which backward of the chain can run."""
-        x, n = self.slices, self.slices.count
+        x, n = self.sections, self.sections.count
         least = np.zeros((n, n), np.int64)
         for s in range(n - 1, -1, -1):
             row, leaf, run = least[s], self.leaf(s), self.run(s)
@@ -94,12 +94,12 @@ class ChainDP:
 
     def __init__(self, needs: Needs, top: int, slots: int, until: float = math.inf) -> None:
         self.until = until
-        self.slices = x = needs.slices
+        self.sections = x = needs.sections
         self.needs = needs
         self.origin = int(x.base.min())  # is there throughout, and takes no slots
         self.unit = max(1, -(-(top - self.origin) // slots))
         self.size = slots + 1
-        # Rounded up on the whole, not one by one: of many slices that are kept, half a slot each would be lost.
+        # Rounded up on the whole, not one by one: of many sections that are kept, half a slot each would be lost.
         self.kept = np.diff(self._slots(np.cumsum(np.append(0, x.kept_nbytes))))
         self.added = self._slots(x.added_nbytes)
         self.none_us = np.cumsum(np.append(0.0, x.us(x.crossing[1:])))
@@ -108,10 +108,10 @@ class ChainDP:
         self.us = self._table()
 
     def undo(self, slots: int) -> tuple[ChainStep, ...]:
-        """Return the backward of each slice, in order; nothing if that takes more slots."""
+        """Return the backward of each section, in order; nothing if that takes more slots."""
         if not np.isfinite(self.us[0, -1, slots]):
             return ()
-        return tuple(self._walk(0, self.slices.count - 1, slots, ()))
+        return tuple(self._walk(0, self.sections.count - 1, slots, ()))
 
     def place(self, nbytes: int) -> int:
         """Return the number of slots for so many bytes, at most all."""
@@ -131,7 +131,7 @@ class ChainDP:
         return np.clip(self._slots(nbytes - self.origin), 0, self.size)
 
     def _table(self) -> Table:
-        n = self.slices.count
+        n = self.sections.count
         table = np.full((n, n, self.size), np.inf, np.float32)
         first = np.full((n, n), self.size)  # the fewest slots in which each segment can be undone
         for s in range(n - 1, -1, -1):
@@ -143,8 +143,8 @@ class ChainDP:
         return table
 
     def _fill(self, table: Table, first: Ints, s: int) -> None:
-        """Fill the table for segments that begin with slice s, given those that begin later."""
-        n, kept = self.slices.count, int(self.kept[s])
+        """Fill the table for segments that begin with section s, given those that begin later."""
+        n, kept = self.sections.count, int(self.kept[s])
         leaf = self._from(self.needs.leaf(s))
         table[s, s, leaf[0] :] = self.leaf_us[s] if s + 1 < n else 0.0
         if s + 1 < n and kept < self.size:
@@ -182,10 +182,10 @@ class ChainDP:
             yield from self._walk(s, k - 1, slots, held)
 
     def _choice(self, s: int, t: int, slots: int) -> int:
-        """Return the slice up to which to run: t + 1 for backward of t only, s to keep what backward of s reads."""
+        """Return the section up to which to run: t + 1 for backward of t only, s to keep what backward of s reads."""
         if s == t:
             return t + 1
-        paid = t + 1 == self.slices.count
+        paid = t + 1 == self.sections.count
         best, least = t + 1, np.inf
         if slots >= self._from(self.needs.leaf(s))[t - s]:
             least = self.us[s, t - 1, slots]

@@ -3,5 +3,5 @@
 comm_order          collectives of gradients as early as possible
 gathers             collectives of parameters, waited for at first use
 early_updates       updates as soon as nothing reads the parameter
-microbatch_order    micro-batches slice by slice
+microbatch_order    micro-batches section by section
 """

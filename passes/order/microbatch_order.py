@@ -1,17 +1,17 @@
-"""Reorder a step of micro-batches: run each slice for all micro-batches before the next slice.
+"""Reorder a step of micro-batches: run each section for all micro-batches before the next section.
 
-    a_2 = mm(x_2, v)  # microbatch 2                  a_2 = mm(x_2, v)  # microbatch 2 | slice 1
-    b_2 = mm(a_2, w)  # microbatch 2                  a_1 = mm(x_1, v)  # microbatch 1 | slice 1
-    a_1 = mm(x_1, v)  # microbatch 1          ->      b_2 = mm(a_2, w)  # microbatch 2 | slice 2
-    b_1 = mm(a_1, w)  # microbatch 1                  b_1 = mm(a_1, w)  # microbatch 1 | slice 2
+    a_2 = mm(x_2, v)  # microbatch 2                  a_2 = mm(x_2, v)  # microbatch 2 | section 1
+    b_2 = mm(a_2, w)  # microbatch 2                  a_1 = mm(x_1, v)  # microbatch 1 | section 1
+    a_1 = mm(x_1, v)  # microbatch 1          ->      b_2 = mm(a_2, w)  # microbatch 2 | section 2
+    b_1 = mm(a_1, w)  # microbatch 1                  b_1 = mm(a_1, w)  # microbatch 1 | section 2
 
 So streamed parameters are reloaded once for all micro-batches, and not once for each.  In return, what crosses from one
-slice to the next is live for all micro-batches.  Backward runs the slices in reverse.
+section to the next is live for all micro-batches.  Backward runs the sections in reverse.
 
-A slice has an op that reads a parameter, and begins where few bytes cross.  Its parameters together are no larger than
-the largest of the step, which has to be on the device in any case.  Among such cuts, the one is taken that costs the
-least time to move what crosses, and to wait for parameters.  The cut does not depend on the budget, so a plan for one
-budget is also one for every larger budget.
+A section has an op that reads a parameter, and begins where few bytes cross.  Its parameters together are no larger
+than the largest of the step, which has to be on the device in any case.  Among such cuts, the one is taken that costs
+the least time to move what crosses, and to wait for parameters.  The cut does not depend on the budget, so a plan for
+one budget is also one for every larger budget.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..analysis.chain_slices import Slices, narrowest_slices
+from ..analysis.chain_sections import Sections, narrowest_sections
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
 from ..ir.ops import GATHER, REDUCE_SCATTER
@@ -33,8 +33,8 @@ from .comm_order import place_collectives
 from .early_updates import update_early
 
 
-def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
-    """Return the step slice by slice; unchanged if it has no micro-batches, or one slice is enough."""
+def order_by_section(trace: Trace, machine: Machine) -> Trace:
+    """Return the step section by section; unchanged if it has no micro-batches, or one section is enough."""
     numbers = tuple(sorted({op.microbatch for op in trace.ops} - {0}))
     parts = [_Microbatch(trace, number, numbers) for number in numbers]
     if len(parts) < 2 or len({len(part.marks) for part in parts}) > 1:
@@ -42,15 +42,15 @@ def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
     marks = _cuts(parts, machine)
     if not marks:
         return trace
-    number = {name: i for part in parts for name, i in part.slices(marks).items()}
+    number = {name: i for part in parts for name, i in part.sections(marks).items()}
     return _in_order(trace, number, len(marks) + 1, not machine.network.overlaps_comm)
 
 
-def reslice_microbatches(trace: Trace, like: Trace) -> Trace:
-    """Return the step in the order and the slices of `like`, which was reordered; unchanged if it has other ops."""
-    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn in (REDUCE_SCATTER, GATHER) for op in like.ops):
+def order_like(trace: Trace, like: Trace) -> Trace:
+    """Return the step in the order and the sections of `like`, which was reordered; unchanged if it has other ops."""
+    if trace.op.keys() != like.op.keys() or not any(op.section or op.fn in (REDUCE_SCATTER, GATHER) for op in like.ops):
         return trace
-    return replace(trace, ops=tuple(replace(trace.op[op.name], slice=op.slice) for op in like.ops))
+    return replace(trace, ops=tuple(replace(trace.op[op.name], section=op.section) for op in like.ops))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,8 @@ class _Microbatch:
         return Trace(tuple(_alone(op, own, made) for op in ops))
 
     @cached_property
-    def chain(self) -> Slices:
-        return Slices(ReuseGaps(self.trace), len(self.trace.ops))
+    def chain(self) -> Sections:
+        return Sections(ReuseGaps(self.trace), len(self.trace.ops))
 
     @cached_property
     def marks(self) -> tuple[int, ...]:
@@ -93,12 +93,12 @@ class _Microbatch:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Return the narrowest place (a forward op, by index) before each mark but the first."""
-        return narrowest_slices(self.chain.crossing_nbytes, self.marks)
+        return narrowest_sections(self.chain.crossing_nbytes, self.marks)
 
-    def slices(self, marks: Sequence[int]) -> dict[str, int]:
-        """Map each op to its slice, from 1, if slices begin before these marks."""
+    def sections(self, marks: Sequence[int]) -> dict[str, int]:
+        """Map each op to its section, from 1, if sections begin before these marks."""
         cuts = np.array([self.places[mark - 1] for mark in marks])
-        ops, slices, level = self.trace.ops, dict[str, int](), self.trace.boundary - 1
+        ops, sections, level = self.trace.ops, dict[str, int](), self.trace.boundary - 1
         last = {storage: i for i, storages in self.read.items() if i < self.trace.boundary for storage in storages}
         for i, op in enumerate(ops):
             if op.is_input:
@@ -106,8 +106,8 @@ class _Microbatch:
             if i >= self.trace.boundary:
                 opposite = self.chain.level.get(i, max((last.get(s, -1) for s in self.read.get(i, ())), default=-1))
                 level = min(level, opposite) if opposite >= 0 else level
-            slices[op.name] = int(np.searchsorted(cuts, min(i, level), side="right")) + 1
-        return slices
+            sections[op.name] = int(np.searchsorted(cuts, min(i, level), side="right")) + 1
+        return sections
 
 
 def _alone(op: Op, own: set[str], made: set[str]) -> Op:
@@ -117,7 +117,7 @@ def _alone(op: Op, own: set[str], made: set[str]) -> Op:
 
 
 def _cuts(parts: Sequence[_Microbatch], machine: Machine) -> tuple[int, ...]:
-    """Return the marks at which slices begin, but for the first, that cost least."""
+    """Return the marks at which sections begin, but for the first, that cost least."""
     part, count = parts[0], len(parts[0].marks)
     most = max((made.nbytes for op in part.trace.ops if op.fn == "parameter" for made in op.makes), default=0)
     at = [0, *part.places, part.trace.boundary]
@@ -137,7 +137,7 @@ def _cuts(parts: Sequence[_Microbatch], machine: Machine) -> tuple[int, ...]:
 
 
 def _us(part: _Microbatch, span: tuple[int, int], nbytes: int, machine: Machine) -> float:
-    """Return what a slice costs a micro-batch: moving what crosses, and waiting for parameters."""
+    """Return what a section costs a micro-batch: moving what crosses, and waiting for parameters."""
     begins, rate = part.chain.gaps.begins, machine.link.back or math.inf
     boundary = int(part.chain.crossing_nbytes[span[0]]) if span[0] else 0
     moved = boundary / (machine.link.out or math.inf) + boundary / rate
@@ -152,16 +152,16 @@ def _ends(origin: Sequence[int]) -> tuple[int, ...]:
     return tuple(ends[-2::-1])
 
 
-def _in_order(trace: Trace, slices: Mapping[str, int], count: int, at_once: bool) -> Trace:
-    """Order ops by slice: forward from the first to the last, backward in reverse, each behind what it reads."""
+def _in_order(trace: Trace, sections: Mapping[str, int], count: int, at_once: bool) -> Trace:
+    """Order ops by section: forward from the first to the last, backward in reverse, each behind what it reads."""
     rank = dict[str, int]()
     for op in trace.ops:
-        own = slices.get(op.name, 0)
+        own = sections.get(op.name, 0)
         if own and op.phase == "backward":
             own = 2 * count + 1 - own
         rank[op.name] = max([own, *(rank[read] for read in op.reads)])
     ops: list[Op] = []
     for phase in PHASES:
-        of_phase = [replace(op, slice=slices.get(op.name, 0)) for op in trace.ops if op.phase == phase]
+        of_phase = [replace(op, section=sections.get(op.name, 0)) for op in trace.ops if op.phase == phase]
         ops += sorted(of_phase, key=lambda op: -1 if op.is_input else rank[op.name])
     return update_early(place_collectives(replace(trace, ops=tuple(ops)), at_once))

@@ -6,7 +6,8 @@
     its gradient g, made by mm_91
         Offload("g", out="mm_91", free="add_92")
 
-A prefetched value stays for its next use if that comes before a reload would end, and for all micro-batches of a slice.
+A prefetched value stays for its next use if that comes before a reload would end, and for all micro-batches of a
+section.
 Prefetches run ahead of their uses by what the link needs, but never by more bytes than two of the largest values.  So a
 slow link makes compute wait, and does not fill the device.
 """
@@ -93,16 +94,16 @@ class StreamedValues:
         # A value that is reloaded for each use frees its bytes in between, however slow the link.
         stays = self.ahead[storage] and storage not in self.per_use
         reload_us = self.gaps.trace.nbytes[storage] / self.machine.link.back if stays else 0.0
-        if begins[index] - begins[last] > reload_us and not self._is_one_slice(last, index):
+        if begins[index] - begins[last] > reload_us and not self._is_one_section(last, index):
             self.resident[storage] = set()
             return False
         self.last[storage] = index
         return True
 
-    def _is_one_slice(self, first: int, second: int) -> bool:
-        """Return True if two ops belong to one slice in one phase: one reload serves all micro-batches."""
+    def _is_one_section(self, first: int, second: int) -> bool:
+        """Return True if two ops belong to one section in one phase: one reload serves all micro-batches."""
         one, other = self.gaps.trace.ops[first], self.gaps.trace.ops[second]
-        return one.slice == other.slice > 0 and one.phase == other.phase
+        return one.section == other.section > 0 and one.phase == other.phase
 
     def reload(self, value: str, index: int) -> ReloadWindow:
         """Return the reload of a streamed value for the op at `index`."""

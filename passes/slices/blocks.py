@@ -15,8 +15,6 @@ from ..ir.trace import Trace
 from .hoist import Hoisted, hoisted
 from .slice import Slice
 
-LARGE = 2  # forward values with at least this part of the bytes of the largest run again
-
 
 @dataclass(frozen=True)
 class Block:
@@ -50,7 +48,7 @@ def blocks_of(trace: Trace, cut: Slice) -> tuple[Block, ...]:
         return (Block("forward" if forward else "backward", names, returned_values(trace, names)),)
     if not cut.reruns:
         return (Block("forward", names, returned_values(trace, names), hoisted(trace, names)),)
-    again = rerun_names(trace, forward, backward)
+    again = rerun_names(trace, forward, backward, cut.reruns)
     if stuck := [name for name in again if trace.op[name].once or trace.op[name].draws]:
         raise ValueError(f"{stuck[0]} may not run again")
     kept = returned_values(trace, forward, beside=names) | _read(trace, (*again, *backward), forward) - set(again)
@@ -60,15 +58,14 @@ def blocks_of(trace: Trace, cut: Slice) -> tuple[Block, ...]:
     )
 
 
-def rerun_names(trace: Trace, forward: Iterable[str], backward: Iterable[str]) -> tuple[str, ...]:
-    """Return the forward ops that run again: those that backward needs the large results of."""
+def rerun_names(trace: Trace, forward: Iterable[str], backward: Iterable[str], large: int) -> tuple[str, ...]:
+    """Return the forward ops that run again: those that backward needs the results of, which have so many bytes."""
     own = set(forward)
-    largest = max((trace.op[name].nbytes for name in own), default=0)
     again, waiting = set[str](), list(backward)
     while waiting:
         for read in trace.op[waiting.pop()].reads:
             held = max((trace.nbytes[storage] for storage in trace.op[read].holds), default=0)
-            if read in own and read not in again and held * LARGE >= largest:
+            if read in own and read not in again and held >= large:
                 again.add(read)
                 waiting.append(read)
     return tuple(name for name in trace.op if name in again)

@@ -64,9 +64,8 @@ def slice_around(trace: Trace, machine: Machine, facts: Facts, seed: str, parts:
     """
     found: list[tuple[int, int, Slice]] = []
     for chain in find_chains(trace, facts, seed, parts):
-        with suppress(ValueError, BrokenTrace):
-            sliced = unroll(trace, chain, unit).trace
-            check(sliced)
+        sliced = _carried_out(trace, chain, unit)
+        if sliced is not None:
             kept = returned_values(trace, chain.rule)
             saved = sum(trace.op[name].nbytes for name in chain.rule if name not in kept)
             found.append((predict(sliced, machine).peak, -saved, chain))
@@ -92,12 +91,12 @@ def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool
         ways = [_divided(known, chain, machine, unit) for chain in chains if reruns or not chain.reruns]
         peak, best = min(ways, key=lambda way: way[0], default=(forecast.peak, known))
         if peak < forecast.peak:
-            return _alike(known, best, seed, facts, unit)
+            return _alike(known, best, machine, seed, facts, unit)
     return None
 
 
-def _alike(known: Sliced, best: Sliced, seed: str, facts: Facts, unit: int) -> Sliced:
-    """Return the slices with those of layers that are alike, which are cut alike."""
+def _alike(known: Sliced, best: Sliced, machine: Machine, seed: str, facts: Facts, unit: int) -> Sliced:
+    """Return the slices with those of layers that are alike, which are cut alike unless that raises the peak."""
     before, chosen = known.trace.op, best.slices[-1]
     form = [(before[name].fn, rule) for name, rule in chosen.rules]
     others = [op.name for op in known.trace.ops if (op.fn, op.type) == (before[seed].fn, before[seed].type)]
@@ -106,10 +105,10 @@ def _alike(known: Sliced, best: Sliced, seed: str, facts: Facts, unit: int) -> S
             continue
         for chain in find_chains(best.trace, of_captured(facts, known.trace, best.trace), other, chosen.parts):
             if (chain.reruns, [(best.trace.op[name].fn, rule) for name, rule in chain.rules]) == (chosen.reruns, form):
-                trace = unroll(best.trace, chain, unit).trace
-                check(trace)
-                best = Sliced(trace, (*best.slices, chain))
-                break
+                trace = _carried_out(best.trace, chain, unit)
+                if trace is not None and predict(trace, machine).peak <= predict(best.trace, machine).peak:
+                    best = Sliced(trace, (*best.slices, chain))
+                    break
     return best
 
 
@@ -117,16 +116,20 @@ def _divided(known: Sliced, chain: Slice, machine: Machine, unit: int) -> tuple[
     """Return the peak with a chain in as many parts as are worth having, and the slices with it."""
     peak, best = predict(known.trace, machine).peak, known
     for cut in _doubled(chain, known.trace):
-        try:
-            trace = unroll(known.trace, cut, unit).trace
-            check(trace)
-        except (ValueError, BrokenTrace):
-            break
-        lower = predict(trace, machine).peak
-        if lower > peak * (1 - WORTH):
+        trace = _carried_out(known.trace, cut, unit)
+        if trace is None or (lower := predict(trace, machine).peak) > peak * (1 - WORTH):
             break
         peak, best = lower, Sliced(trace, (*known.slices, cut))
     return peak, best
+
+
+def _carried_out(trace: Trace, cut: Slice, unit: int) -> Trace | None:
+    """Return the trace in a slice; None if it can't run there."""
+    with suppress(ValueError, BrokenTrace):
+        sliced = unroll(trace, cut, unit).trace
+        check(sliced)
+        return sliced
+    return None
 
 
 def _seeds(trace: Trace, at: int) -> Iterable[str]:

@@ -29,13 +29,15 @@ class Hoisted:
     Attributes:
         tangent: what they are linear in.
         before: backward ops outside of the chain that it depends on; they are copied.
-        scales: values of the chain that depend on the tangent, and that other ops read.
+        dependent: the ops of both that depend on the tangent.
+        scales: values of the chain among these that other ops read.
         dropped: backward ops that nothing reads any more.
         mark: behind the names of what is computed with a tangent of 1; another slice has its own.
     """
 
     tangent: Op
     before: tuple[str, ...]
+    dependent: frozenset[str]
     scales: frozenset[str]
     dropped: frozenset[str]
     mark: str = "__one"
@@ -88,7 +90,7 @@ def hoisted(trace: Trace, chain: Collection[str]) -> Hoisted | None:
     scales = frozenset(name for name in chain if name in dependent and name in read)
     number = sum(op.fn == ONE for op in trace.ops)  # slices that have their own
     mark = f"__one{number + 1}" if number else "__one"
-    return Hoisted(tangents[0], outside, scales, _dropped(trace, chain, outside, scales), mark)
+    return Hoisted(tangents[0], outside, dependent, scales, _dropped(trace, chain, outside, scales), mark)
 
 
 def can_hoist(trace: Trace, chain: Collection[str], facts: Callable[[str], RowFacts]) -> bool:
@@ -99,14 +101,11 @@ def can_hoist(trace: Trace, chain: Collection[str], facts: Callable[[str], RowFa
         return False
     if early is None:
         return True
-    dependent = {early.tangent.name}
+    for op in map(trace.op.__getitem__, early.dependent):
+        reads = {i for i, read in enumerate(op.reads) if read in early.dependent or read == early.tangent.name}
+        if not facts(op.name).is_linear(reads) or op.type.startswith(SMALL_RANGE):
+            return False
     own = {*early.before, *chain}
-    for op in trace.ops:
-        reads = {i for i, read in enumerate(op.reads) if read in dependent}
-        if op.name in own and reads:
-            if not facts(op.name).is_linear(reads) or op.type.startswith(SMALL_RANGE):
-                return False
-            dependent.add(op.name)
     made_late = {op.name for op in trace.ops if op.phase == "backward" or op.fn in ("gradient", "tangent")}
     outside = {read for name in own for read in trace.op[name].reads} - own - {early.tangent.name}
     return outside.isdisjoint(made_late)
@@ -123,12 +122,13 @@ def _backward_ancestors(trace: Trace, chain: Collection[str]) -> list[Op]:
     return found[::-1]
 
 
-def _dependents(trace: Trace, tangent: str, own: Collection[str]) -> set[str]:
+def _dependents(trace: Trace, tangent: str, own: Collection[str]) -> frozenset[str]:
+    """Return those of `own` that depend on the tangent."""
     dependent = {tangent}
     for op in trace.ops:
         if op.name in own and not dependent.isdisjoint(op.reads):
             dependent.add(op.name)
-    return dependent
+    return frozenset(dependent - {tangent})
 
 
 def _dropped(trace: Trace, chain: Collection[str], outside: Collection[str], scales: Collection[str]) -> frozenset[str]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from ..ir.trace import Op, Storage, Trace, type_nbytes
 from .blocks import Block
+from .hoist import ONE
 from .part_rows import PartRows
 from .row_rule import Dims, type_shape
 from .slice import Slice
@@ -30,16 +32,27 @@ SUMS = {PRODUCT: ADD_PRODUCT, BATCHED: ADD_BATCHED}  # products that are added t
 WRITES = (WRITE, ADD, *SUMS.values())
 
 
+# part    a captured op on the rows of a part             sum     one whose result the parts behind it are added to
+# copy    a captured op on all rows, in forward           one     a tangent of 1
+# rows    a view of the rows of a part                    room    where rows are written to
+# write   writes or adds a part                           whole   all rows, or the sum, when the last part has run
+# widen   to the type in which parts are added up         narrow  back to the type of the captured value
+# scale   backward scales what forward has made
+OriginKind = Literal["part", "sum", "copy", "one", "rows", "room", "write", "whole", "widen", "narrow", "scale"]
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The origin of a line that a slice adds.
 
     Attributes:
-        source: the captured op that it runs, or whose result it makes room for, writes or scales.
+        source: the captured op that it runs, or whose result it views, makes room for, writes or scales.
+        kind: what it does.
         view: of a line that is a view: dimension, begin and end.
     """
 
     source: str
+    kind: OriginKind
     view: tuple[int, int, int] | None = None
 
 
@@ -64,20 +77,21 @@ class PartWriter:
         """Write them, and return this writer."""
         if self.block.early:
             for op in self.block.early.prologue(self.trace):
-                self._add(op, Origin(op.name.removesuffix(self.block.early.mark)))
+                source = op.name.removesuffix(self.block.early.mark)
+                self._add(op, Origin(source, "one" if op.fn == ONE else "copy"))
         for name in self.block.names:
             if self.cut.rule[name].makes is not None and name in self.block.returned:
-                self._add(self._room(self.trace.op[name]), Origin(name))
+                self._add(self._room(self.trace.op[name]), Origin(name, "room"))
         for part, rows in enumerate(self.cut.part_rows, 1):
             for name in self.block.names:
                 self._run(self.trace.op[name], part, rows)
         for name in self.block.names:
             if self.cut.rule[name].makes is None and self._is_rounded(name):
-                self._add(self._cast(self.trace.op[name], self._base(name), self._sum_of(name)), Origin(name))
+                line = self._cast(self.trace.op[name], self._base(name), self._sum_of(name))
+                self._add(line, Origin(name, "narrow"))
             if name in self.block.returned and name not in self._scaled:
-                self._add(
-                    self._line(name, ALL, (self._base(name),), self.trace.op[name], self._base(name)), Origin(name)
-                )
+                line = self._line(name, ALL, (self._base(name),), self.trace.op[name], self._base(name))
+                self._add(line, Origin(name, "whole"))
         return self
 
     def _run(self, op: Op, part: int, rows: PartRows) -> None:
@@ -88,26 +102,28 @@ class PartWriter:
             self._sum(op, reads, part, rows)
             return
         line = self._part(op, self._name(op.name, part), reads, rows, rule.makes)
-        self._add(line, Origin(op.name))
+        self._add(line, Origin(op.name, "part"))
         if op.name in self.block.returned:
             place = self._rows(self._base(op.name), rule.makes, part, rows, f"{op.name}__at{part}")
             name = f"{op.name}__write{part}"
-            self._add(self._line(name, WRITE, (place, line.name), self._known(place), place), Origin(op.name))
+            line = self._line(name, WRITE, (place, line.name), self._known(place), place)
+            self._add(line, Origin(op.name, "write"))
 
     def _sum(self, op: Op, reads: list[str], part: int, rows: PartRows) -> None:
         """Write an op whose results are added up."""
-        base, name, origin = self._sum_of(op.name), self._name(op.name, part), Origin(op.name)
+        base, name = self._sum_of(op.name), self._name(op.name, part)
         if part == 1 and not self._is_rounded(op.name):
-            self._add(self._run_again(op, base, reads, rows), origin)
+            self._add(self._run_again(op, base, reads, rows), Origin(op.name, "sum"))
         elif part == 1:
-            self._add(self._run_again(op, name, reads, rows), origin)
-            self._add(self._cast(replace(op, type=_wide(op.type)), base, name), origin)
+            self._add(self._run_again(op, name, reads, rows), Origin(op.name, "part"))
+            self._add(self._cast(replace(op, type=_wide(op.type)), base, name), Origin(op.name, "widen"))
         elif op.fn in SUMS and not self._is_rounded(op.name):
             line = self._line(name, SUMS[op.fn], (base, *reads), op, base)
-            self._add(self._priced(line, op, rows), origin)
+            self._add(self._priced(line, op, rows), Origin(op.name, "write"))
         else:
-            self._add(self._run_again(op, name, reads, rows), origin)
-            self._add(self._line(f"{op.name}__add{part}", ADD, (base, name), self._known(base), base), origin)
+            self._add(self._run_again(op, name, reads, rows), Origin(op.name, "part"))
+            line = self._line(f"{op.name}__add{part}", ADD, (base, name), self._known(base), base)
+            self._add(line, Origin(op.name, "write"))
 
     def _is_rounded(self, value: str) -> bool:
         """Return True for a sum in half precision: parts are added up in float32."""
@@ -155,7 +171,7 @@ class PartWriter:
             shape[dim] = end - begin
             view = name if i == len(views) - 1 else f"{name}_{i}"
             line = self._line(view, ROWS, (value,), replace(base, type=_typed(base.type, tuple(shape))), value)
-            self._add(line, Origin(source, (dim, begin, end)))
+            self._add(line, Origin(source, "rows", (dim, begin, end)))
             value = view
         return value
 

@@ -24,14 +24,14 @@ class Slice:
         tokens: rows of a sequence; 0 if rows are not divided into sequences.
         parts: into which they are divided, about.
         rules: how each op runs on some of the rows, in the order of the trace.
-        reruns: True if backward runs forward ops of the chain again, since its large values are not kept.
+        reruns: bytes from which on backward makes a forward value again, which is not kept; 0: all are kept.
     """
 
     rows: int
     tokens: int
     parts: int
     rules: tuple[tuple[str, RowRule], ...]
-    reruns: bool = False
+    reruns: int = 0
 
     @cached_property
     def rule(self) -> dict[str, RowRule]:
@@ -44,11 +44,11 @@ class Slice:
     def __str__(self) -> str:
         of = f" of {self.tokens}" if self.tokens else ""
         ops = " ".join(f"{name}[{rule}]" for name, rule in self.rules)
-        again = ", run again" if self.reruns else ""
+        again = f", values from {self.reruns} bytes again" if self.reruns else ""
         return f"slice {self.rows} rows{of} in {self.parts} parts{again}: {ops}"
 
 
-LINE = re.compile(r"slice (\d+) rows(?: of (\d+))? in (\d+) parts(, run again)?: (.+)")
+LINE = re.compile(r"slice (\d+) rows(?: of (\d+))? in (\d+) parts(?:, values from (\d+) bytes again)?: (.+)")
 OP = re.compile(r"([^\s[]+)\[([^]]+)\]")
 
 
@@ -61,7 +61,7 @@ def parse_slice(line: str) -> Slice:
     if match := LINE.fullmatch(line):
         rows, tokens, parts, again, ops = match.groups()
         rules = tuple((name, parse_rule(rule)) for name, rule in OP.findall(ops))
-        found = Slice(int(rows), int(tokens or 0), int(parts), rules, bool(again))
+        found = Slice(int(rows), int(tokens or 0), int(parts), rules, int(again or 0))
         if str(found) == line:
             return found
     raise ValueError(f"not a slice: {line!r}\nwrite e.g.: slice 64 rows in 4 parts: mm[0:1<0:1,-] relu[0:1<0:1]")

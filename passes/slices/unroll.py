@@ -46,7 +46,7 @@ def unroll(trace: Trace, cut: Slice, unit: int = 1) -> Unrolled:
         written = PartWriter(trace, cut, block, unit).write()
         ops = _placed(trace, ops, block, written.ops)
         origins |= written.origins
-        origins |= {name: Origin(name) for name in (block.early.scales if block.early else ())}
+        origins |= {name: Origin(name, "scale") for name in (block.early.scales if block.early else ())}
     return Unrolled(_once_written(replace(trace, ops=tuple(_with_new_storages(trace, ops)))), origins)
 
 

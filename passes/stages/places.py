@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.chain_slices import opposite_ops
+from ..analysis.chain_sections import opposite_ops
 from ..analysis.step_graph import step_graph
 from ..ir.arrays import Ints
 from ..ir.trace import Op, Trace

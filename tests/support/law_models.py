@@ -30,7 +30,7 @@ from memgraph.profile.correct_fakes import apply_profiled_layouts
 from memgraph.profile.op_profiler import OpProfiler
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Trace
-from passes.order.microbatch_order import slice_microbatches
+from passes.order.microbatch_order import order_by_section
 from tests.support import models as nets
 
 PROBER = OpProfiler(1 << 30)
@@ -237,7 +237,7 @@ def price(node: fx.Node) -> Cost:
 
 @cache
 def traced(name: str, adds: bool) -> Trace:
-    return slice_microbatches(summarize(subject(name).graphs[adds], price), Machine(0))
+    return order_by_section(summarize(subject(name).graphs[adds], price), Machine(0))
 
 
 @cache

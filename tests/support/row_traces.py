@@ -75,6 +75,11 @@ def facts_of(trace: Trace, **other: RowFacts) -> Callable[[str], RowFacts]:
     return facts
 
 
+def wide_values(trace: Trace) -> list[str]:
+    """Return the ops of a step of `row_steps` that make one of its large values."""
+    return [op.name for op in trace.ops if op.type == "f32[8, 16]"]
+
+
 def run(trace: Trace, origins: Mapping[str, Origin] | None = None, tangent: float = 3.0) -> dict[str, Any]:
     """Return the outputs of a step by kind and number."""
     values: dict[str, Any] = {}

@@ -55,7 +55,7 @@ class GeneralGraph:
         """Return the code that runs this text with any sizes; None if it offloads, or other lengths run another."""
         if any(op.offloaded or op.on_host or self._has_sizes(op) for op in applied.ops):
             return None
-        ops = tuple((op.name, op.fn, op.reads, op.phase, op.recomputes, op.slice) for op in applied.ops)
+        ops = tuple((op.name, op.fn, op.reads, op.phase, op.recomputes, op.section) for op in applied.ops)
         key = ops, applied.outputs
         if key not in self._codes:
             self._codes[key] = GeneralCode(self.graph, applied, self.captured)

@@ -176,7 +176,7 @@ def test_more_parts_need_less_and_what_they_need_is_enough() -> None:
     assert model.plan.measured <= model.plan.peak <= budget
 
 
-def test_parameters_on_disk_come_once_a_slice_and_phase() -> None:
+def test_parameters_on_disk_come_once_a_section_and_phase() -> None:
     torch.manual_seed(0)
     module, x = Wide(256, 8), torch.randn(6, 256)
     plain = copy.deepcopy(module)
@@ -195,13 +195,13 @@ def test_parameters_on_disk_come_once_a_slice_and_phase() -> None:
     assert all(fetched.count(value) <= 2 for value in streamed)
 
 
-def test_a_saved_plan_keeps_the_order_of_its_slices() -> None:
+def test_a_saved_plan_keeps_the_order_of_its_sections() -> None:
     torch.manual_seed(0)
     module, x = Wide(256, 8), torch.randn(6, 256)
     budget = int(1.05 * smallest(module, x, microbatches=3))
     wishes: dict[str, Any] = {"loss": square, "microbatches": 3, "reduction": "mean"}
     first = memgraph.plan(module, x, budget=budget, time_limit=0, **wishes)
-    assert any(op.slice for op in first.forecast.trace.ops)
+    assert any(op.section for op in first.forecast.trace.ops)
     model = memgraph.compile(module, budget, plan=first.to_json(), **wishes)
     model(x).backward()
     assert model.plan.plan == first.plan

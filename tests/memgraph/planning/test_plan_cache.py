@@ -173,7 +173,12 @@ def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:
     search(TRACE, tight)
     key = plan_cache.step_key(TRACE, tight, search.options.search_key)
     good = measurement_cache.read_cached(key, plan_cache.FILE)
-    damaged: list[object] = [[], {}, {**good, "decisions": ["recompute nothing"]}, {**good, "sliced": 3, "prices": 5}]
+    damaged: list[object] = [
+        [],
+        {},
+        {**good, "decisions": ["recompute nothing"]},
+        {**good, "by_section": 3, "prices": 5},
+    ]
     for bad in damaged:
         plan_cache._texts.clear()
         plan_cache._near.clear()

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import planner
-from tests.memgraph.slices.test_training import ROOM, assert_near, batch, step
+from memgraph.profile.memory_meter import resident_bytes
 from tests.support.compare import same_gradients
 from tests.support.sliced_models import VOCABULARY, WIDTH, cross_entropy
+from tests.support.sliced_training import BATCH, LENGTH, ROOM, assert_near, batch, step
 
-INNER = 32
-WHOLE = 1_280_000  # bytes for which the step has a plan, and the step in slices has none
+INNER, WIDE = 32, 384
+FLOAT = 4
+ROWS = BATCH * LENGTH
+LARGE = FLOAT * ROWS * WIDE  # three values of so many bytes exist together
+GRADIENTS = FLOAT * INNER * (VOCABULARY + ROWS)  # of the head and of what it reads, which slices make before backward
 
 
 class Beside(nn.Module):
@@ -28,7 +32,7 @@ class Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, INNER), nn.Linear(INNER, VOCABULARY, bias=False)
-        self.wide = nn.Linear(INNER, 384, bias=False)
+        self.wide = nn.Linear(INNER, WIDE, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = torch.tanh(self.embedding(tokens))
@@ -41,13 +45,17 @@ def beside() -> nn.Module:
     return Beside()
 
 
+# Bytes for which the step has a plan, and the step in slices has none.
+WHOLE = resident_bytes([*beside().parameters(), *batch()]) + 3 * LARGE + GRADIENTS // 2
+
+
 @pytest.fixture
 def only_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" not try the whole step."""
     monkeypatch.setattr(planner, "EXTENTS", ("once", "twice"))
 
 
-def smallest(budget: int = 10**6) -> int:
+def smallest(budget: int = WHOLE * 3 // 4) -> int:
     """Return the least budget that the error for a smaller one names."""
     with pytest.raises(memgraph.BudgetError) as caught:
         memgraph.plan(beside(), *batch(), budget=budget, slices="auto", offload=None, time_limit=1)

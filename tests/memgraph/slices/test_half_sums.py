@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from tests.memgraph.slices.test_training import ROOM, assert_kept, batch, headed
 from tests.support.sliced_models import Blocks, rows
+from tests.support.sliced_training import ROOM, assert_kept, batch, headed
 
 # Of eager's error beside float64. Eager rounds a sum once. Here the product of each part is rounded, which errs about as
 # much where parts are of either sign, and their sum once more: twice the variance.

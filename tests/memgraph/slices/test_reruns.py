@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
-from tests.memgraph.slices.test_training import NEAR, ROOM, assert_kept, assert_near
 from tests.support.sliced_models import Blocks, rows
+from tests.support.sliced_training import NEAR, ROOM, assert_kept, assert_near
 
 LENGTH = 64  # of two sequences
 DROPOUT = [{}, {"drop": 0.2}, {"drop": 0.2, "inner": 0.3}]
@@ -69,7 +69,7 @@ def test_an_mlp_runs_in_parts_in_both_phases(options: dict[str, Any]) -> None:
     whole = beside_eager(blocks(**options), ROOM)
     model = beside_eager(module, ROOM, slices={"blocks.0.up": 4})
     (cut,) = model.plan.slices
-    assert cut.reruns and cut.parts == 4 and ", run again: " in str(cut)
+    assert cut.reruns and cut.parts == 4 and f", values from {cut.reruns} bytes again: " in str(cut)
     assert fns(model, whole)[0] >= {"addmm", "gelu", "gelu_backward", "mm"}
     names = {op.name.rpartition("__")[2] for op in model.plan.forecast.trace.ops}
     assert {"p1", "p4", "r1", "r4"} <= names  # forward ops stand in both blocks
@@ -81,7 +81,7 @@ def test_an_mlp_runs_in_parts_in_both_phases(options: dict[str, Any]) -> None:
 def test_scores_of_attention_are_never_whole(options: dict[str, Any]) -> None:
     whole = beside_eager(blocks(**options), ROOM)
     model = beside_eager(blocks(**options), ROOM, slices={"blocks.0": 4, "blocks.1": 3})
-    assert [(cut.reruns, cut.parts) for cut in model.plan.slices] == [(True, 4), (True, 3)]
+    assert [(cut.reruns > 0, cut.parts) for cut in model.plan.slices] == [(True, 4), (True, 3)]
     assert all(found >= {"_softmax", "_softmax_backward_data", "bmm"} for found in fns(model, whole))
     scores = 2 * 2 * LENGTH * LENGTH * 4
     assert any(op.nbytes == scores for op in whole.plan.forecast.trace.ops)
@@ -93,7 +93,7 @@ def test_scores_of_attention_are_never_whole(options: dict[str, Any]) -> None:
 def test_attention_and_mlp_of_each_block_run_in_parts() -> None:
     asked = {"blocks.0": 4, "blocks.1": 2, "blocks.0.up": 3, "blocks.1.up": 2}
     model = beside_eager(blocks(drop=0.2), ROOM, slices=asked)
-    assert [(cut.reruns, cut.parts) for cut in model.plan.slices] == [(True, 4), (True, 2), (True, 3), (True, 2)]
+    assert [(cut.reruns > 0, cut.parts) for cut in model.plan.slices] == [(True, 4), (True, 2), (True, 3), (True, 2)]
     assert_kept(model)
 
 

@@ -8,93 +8,37 @@ place of the largest element, and with it those of what is trained with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memgraph
-from memgraph.profile.memory_meter import measure_peak, resident_bytes
-from tests.support.compare import same_gradients
+from memgraph.profile.memory_meter import resident_bytes
 from tests.support.sliced_models import (
-    Headed,
     Heads,
-    Mixers,
     Returning,
     cross_entropy,
     masked,
     smoothed,
     smoothed_by_hand,
     soft_capped,
-    tokens,
     z_loss,
 )
-
-NEAR = 2e-6  # of the largest element of a gradient
-SHARE = 0.5  # of what eager holds above parameters and batch; without slices no plan fits
-BATCH, LENGTH = 4, 64  # 256 rows
-ROOM = 10**9
-Run = Callable[[Any], Any]
-
-
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels, some of them ignored; each seed has others."""
-    first, second = tokens(BATCH, LENGTH)
-    return first.roll(seed), second
-
-
-def headed(loss: Any = cross_entropy, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return Headed(loss, **options)
-
-
-def loss_of(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result["loss"]
-
-
-def step(model: Any) -> Tensor:
-    torch.manual_seed(1)
-    loss = loss_of(model(*batch()))
-    loss.backward()
-    return loss.detach()
-
-
-def budget_of(module: nn.Module, share: float = SHARE, run: Run = step) -> int:
-    """Return the bytes of parameters and batch, and a share of what eager's step holds above them."""
-    eager = copy.deepcopy(module)
-    _, allocated = measure_peak(lambda: run(eager))
-    assert allocated is not None
-    return resident_bytes([*module.parameters(), *module.buffers(), *batch()]) + int(share * allocated.peak)
-
-
-def assert_near(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None and other.grad is not None:
-            assert float((one.grad - other.grad).abs().max()) <= NEAR * float(other.grad.abs().max()), name
-
-
-def assert_kept(model: memgraph.CompiledModule) -> None:
-    """Check that the budget was kept, and that the step ran in slices."""
-    report = model.plan
-    assert report.slices
-    assert report.measured is not None and report.measured <= report.peak <= report.budget
-
-
-def beside_eager(
-    module: nn.Module, run: Run = step, budget: int | None = None, **wishes: Any
-) -> memgraph.CompiledModule:
-    """Run a loop with a module in slices and with the plain one; compare its results, bit by bit, and the gradients."""
-    eager = copy.deepcopy(module)
-    asked = {"slices": "auto", "offload": None} | wishes
-    model = memgraph.compile(module, budget_of(module) if budget is None else budget, **asked)
-    ours, theirs = run(model), run(eager)
-    assert torch.equal(ours, theirs)
-    assert_near(module, eager)
-    return model
+from tests.support.sliced_training import (
+    NEAR,
+    ROOM,
+    assert_kept,
+    assert_near,
+    backward_twice,
+    batch,
+    beside_eager,
+    budget_of,
+    headed,
+    step,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, masked, z_loss], ids=lambda loss: loss.__name__)
@@ -169,14 +113,7 @@ def test_a_scaled_loss_has_scaled_gradients(factor: float) -> None:
 
 def test_backward_may_run_twice() -> None:
     """Each backward scales what forward made, the second not what the first has scaled."""
-
-    def twice(model: Any) -> Tensor:
-        loss = model(*batch())
-        (loss * 3.0).backward(retain_graph=True)
-        (loss * 0.25).backward()
-        return loss.detach()
-
-    beside_eager(headed(), twice)
+    beside_eager(headed(), backward_twice)
 
 
 def test_gradients_add_up_over_calls() -> None:
@@ -262,14 +199,8 @@ def test_slices_beside_recompute_and_offload(make: Any, tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("fate")
 def test_slices_with_one_placement_for_all_values() -> None:
-    def twice(model: Any) -> Tensor:
-        loss = model(*batch())
-        (loss * 3.0).backward(retain_graph=True)
-        (loss * 0.25).backward()
-        return loss.detach()
-
     beside_eager(headed(dropout=0.2), budget=ROOM, slices={"head": 4})
-    beside_eager(headed(), twice, budget=ROOM, slices={"head": 4})
+    beside_eager(headed(), backward_twice, budget=ROOM, slices={"head": 4})
 
 
 def test_autocast_in_slices() -> None:
@@ -287,38 +218,6 @@ def test_autocast_in_slices() -> None:
         assert float((one.grad - other.grad).abs().max()) <= 4 * 2**-8 * float(other.grad.abs().max())
 
 
-def test_a_saved_plan_has_its_slices() -> None:
-    module = headed()
-    first = memgraph.compile(copy.deepcopy(module), budget_of(module), slices="auto", offload=None)
-    step(first)
-    text = first.plan.to_json()
-    again = beside_eager(module, plan=text, slices=None)
-    assert again.plan.slices == first.plan.slices and again.plan.peak == first.plan.peak
-    assert_kept(again)
-
-
-def test_a_saved_plan_of_another_step_is_refused() -> None:
-    first = memgraph.compile(headed(), ROOM, slices={"head": 4})
-    step(first)
-    plan = first.plan.to_json()
-    with pytest.raises(memgraph.PlanError, match="the saved plan is for another shape"):
-        memgraph.compile(headed(), ROOM, plan=plan)(*tokens(2, 32))
-    with pytest.raises(memgraph.PlanError, match="the saved plan is for another model"):
-        memgraph.compile(headed(bias=True), ROOM, plan=plan)(*batch())
-
-
-def test_plans_with_and_without_slices_may_be_given_together() -> None:
-    module = headed()
-    trained, seen = (memgraph.compile(copy.deepcopy(module), ROOM, slices=asked) for asked in ({"head": 4}, None))
-    step(trained)
-    with torch.no_grad():
-        expected = seen(*batch())
-    model = memgraph.compile(module, ROOM, plan=[trained.plan.to_json(), seen.plan.to_json()])
-    with torch.no_grad():
-        assert torch.equal(model(*batch()), expected) and not model.plan.slices
-    assert torch.equal(step(model), step(trained)) and model.plan.slices
-
-
 def test_micro_batches_in_slices() -> None:
     module = headed()
     eager = copy.deepcopy(module)
@@ -330,134 +229,3 @@ def test_micro_batches_in_slices() -> None:
     theirs.backward()
     torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=0.0)
     assert_near(module, eager)
-
-
-class Normed(nn.Module):
-    """Batch norm, which mixes rows and changes buffers, between wide layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 128), nn.BatchNorm1d(128)
-        self.down, self.drop, self.head = nn.Linear(128, 8), nn.Dropout(0.2), nn.Linear(8, 96)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = self.drop(self.down(self.norm(self.up(x)).relu()))
-        return torch.nn.functional.cross_entropy(self.head(x), labels)
-
-
-@pytest.mark.parametrize("slices", ["auto", {"head": 3}, {"up": 2}, {"norm": 2}, {"down": 4}], ids=str)
-def test_a_batch_norm_is_not_cut(slices: Any) -> None:
-    torch.manual_seed(0)
-    module = Normed()
-    x, labels = torch.randn(128, 8), torch.randint(96, (128,))
-
-    def run(model: Any) -> Tensor:
-        torch.manual_seed(1)
-        losses = []
-        for _ in range(2):
-            losses.append(model(x, labels))
-            losses[-1].backward()
-        return torch.stack([*losses, *(b.double().sum() for b in model.buffers())]).detach()
-
-    try:
-        model = beside_eager(module, run, budget=ROOM, slices=slices)
-    except ValueError as error:
-        assert "which has no ops left that can run in parts" in str(error)
-    else:
-        ops = {op.name: op for op in model.plan.forecast.trace.ops}
-        assert not any("batch_norm" in ops[name].fn for cut in model.plan.slices for name in cut.rule if name in ops)
-
-
-def test_a_loss_that_forward_uses_twice() -> None:
-    """The loss and its square: what scales the gradients is no tangent of 1."""
-
-    class Squared(Headed):
-        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-            loss = super().forward(tokens, labels)
-            return loss + 0.5 * loss.square()
-
-    torch.manual_seed(0)
-    beside_eager(Squared(cross_entropy), budget=ROOM, slices={"head": 4})
-
-
-class Decayed(torch.autograd.Function):
-    """The identity, whose gradient has a part that does not depend on the tangent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grads[0] + 0.1 * x
-
-
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_a_gradient_that_is_not_proportional_to_the_tangent(factor: float) -> None:
-    class Own(Headed):
-        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-            return self.loss(Decayed.apply(self.head(self.norm(self.embedding(tokens)))), labels)  # type: ignore
-
-    def scaled(model: Any) -> Tensor:
-        loss = factor * model(*batch())
-        loss.backward()
-        return loss.detach()
-
-    torch.manual_seed(0)
-    beside_eager(Own(cross_entropy), scaled, budget=ROOM, slices={"head": 4})
-
-
-def test_a_step_that_fits_or_has_no_chain_is_as_it_was() -> None:
-    module = headed()
-    assert not beside_eager(module, budget=ROOM).plan.slices
-    x = torch.randn(5, 8)
-    small = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    twin = copy.deepcopy(small)
-    model = memgraph.compile(small, 20_000, slices="auto")
-    for each in (model, twin):
-        each(x).square().mean().backward()
-    assert same_gradients(small, twin) and not model.plan.slices
-
-
-@pytest.mark.parametrize(
-    "slices", ["yes", 3, True, {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, ["head"]], ids=str
-)
-def test_wrong_arguments_are_refused(slices: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"slices.*lm_head"):
-        memgraph.compile(headed(), ROOM, slices=slices)
-
-
-@pytest.mark.parametrize(
-    "slices, why",
-    [
-        ({"nothing": 2}, "slices has 'nothing', which is no submodule"),
-        ({"drop": 2}, "slices has 'drop', which has no ops left that can run in parts"),
-        ({"norm": 2}, "slices has 'norm', which has no ops left that can run in parts"),
-    ],
-)
-def test_a_submodule_that_has_no_chain_is_named(slices: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        step(memgraph.compile(headed(), ROOM, slices=slices))
-
-
-def mixed(model: Any) -> Tensor:
-    loss = model(torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1)))
-    loss.backward()
-    return loss.detach()
-
-
-def test_a_submodule_is_cut_in_what_those_before_it_left_whole() -> None:
-    """The chain of the first layer reaches through all layers but for a sum, which the second one still has."""
-    torch.manual_seed(0)
-    first, second = beside_eager(Mixers(), mixed, budget=ROOM, slices={"up.0": 2, "down.0": 3}).plan.slices
-    assert (first.parts, second.parts) == (2, 3) and first.rule.keys().isdisjoint(second.rule)
-
-
-@pytest.mark.parametrize("slices", [{"up.0": 2, "up": 2}, {"up": 2, "up.0": 2}], ids=str)
-def test_a_submodule_of_which_nothing_is_left_whole_is_named(slices: Any) -> None:
-    torch.manual_seed(0)
-    why = f"slices has {list(slices)[1]!r}, which has no ops left that can run in parts; leave it out, or give"
-    with pytest.raises(ValueError, match=why):
-        mixed(memgraph.compile(Mixers(), ROOM, slices=slices))

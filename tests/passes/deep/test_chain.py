@@ -1,4 +1,4 @@
-"""A chain is undone slice by slice, as revolve would, and never over the budget if it says so."""
+"""A chain is undone section by section, as revolve would, and never over the budget if it says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Trace, apply, check, parse, predict
-from passes.analysis.chain_slices import Slices
+from passes.analysis.chain_sections import Sections
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.search.greedy import greedy_plan
@@ -94,7 +94,7 @@ def test_a_chain_of_equal_ops_is_undone_as_revolve_does(count: int, checkpoints:
     assert us == revolve(count, checkpoints) - (count - 1)
 
 
-def test_slices_begin_where_forward_is_narrow() -> None:
+def test_sections_begin_where_forward_is_narrow() -> None:
     trace = parse("""
         forward:
         x = input()  # makes x:10
@@ -116,12 +116,12 @@ def test_slices_begin_where_forward_is_narrow() -> None:
         g5 = norm_backward(g4, x, a1)  # makes g5:10 | 1.0 us
         return output h, gradient g5
     """)
-    slices = Slices(ReuseGaps(trace), 160)
+    sections = Sections(ReuseGaps(trace), 160)
     lines = []
-    for j, (begin, end) in enumerate(itertools.pairwise(slices.cuts)):
+    for j, (begin, end) in enumerate(itertools.pairwise(sections.cuts)):
         ops = " ".join(op.name for op in trace.ops[begin:end])
-        backward = " ".join(trace.ops[i].name for i in slices.backward[j])
-        lines.append(f"{ops}: from {sorted(slices.crossing[j])} keeps {sorted(slices.kept[j])} for {backward}")
+        backward = " ".join(trace.ops[i].name for i in sections.backward[j])
+        lines.append(f"{ops}: from {sorted(sections.crossing[j])} keeps {sorted(sections.kept[j])} for {backward}")
     assert_expected_inline(
         "\n".join(lines),
         """\

@@ -1,4 +1,4 @@
-"""A step in parts runs slice by slice: what a slice fetches serves all parts, and nothing else changes."""
+"""A step in parts runs section by section: what a section fetches serves all parts, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from passes import Link, Machine, Op, Reload, Storage, Streaming, Trace, check, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
+from passes.order.microbatch_order import order_by_section, order_like
 from passes.schedule.schedule import Placement, schedule
 from tests.support.strategies import machines, traces
 
@@ -48,77 +48,77 @@ def layers(parts: int = 2) -> Trace:
     return parse("\n".join(lines))
 
 
-def test_each_slice_runs_for_all_parts_before_the_next() -> None:
+def test_each_section_runs_for_all_parts_before_the_next() -> None:
     assert_expected_inline(
-        str(slice_microbatches(layers(), MACHINE)),
+        str(order_by_section(layers(), MACHINE)),
         """\
 forward:
 v = parameter()  # f32[25] | makes v:100
 w = parameter()  # f32[25] | makes w:100
 x = input()  # makes x:10
 d = tangent()  # makes d:8
-h_2 = mm(x, v)  # makes h_2:40 | 100.0 us | microbatch 2 | slice 1
-a_2 = relu(h_2)  # makes a_2:4 | 10.0 us | microbatch 2 | slice 1
-h_1 = mm(x, v)  # makes h_1:40 | 100.0 us | microbatch 1 | slice 1
-a_1 = relu(h_1)  # makes a_1:4 | 10.0 us | microbatch 1 | slice 1
-y_2 = mm(a_2, w)  # makes y_2:4 | 100.0 us | microbatch 2 | slice 2
-y_1 = mm(a_1, w)  # makes y_1:4 | 100.0 us | microbatch 1 | slice 2
+h_2 = mm(x, v)  # makes h_2:40 | 100.0 us | microbatch 2 | section 1
+a_2 = relu(h_2)  # makes a_2:4 | 10.0 us | microbatch 2 | section 1
+h_1 = mm(x, v)  # makes h_1:40 | 100.0 us | microbatch 1 | section 1
+a_1 = relu(h_1)  # makes a_1:4 | 10.0 us | microbatch 1 | section 1
+y_2 = mm(a_2, w)  # makes y_2:4 | 100.0 us | microbatch 2 | section 2
+y_1 = mm(a_1, w)  # makes y_1:4 | 100.0 us | microbatch 1 | section 2
 y = cat(y_1, y_2)  # makes y:8
 backward:
-g_1 = mm(d, w)  # makes g_1:4 | 100.0 us | microbatch 1 | slice 2
-dw_1 = mm(d, a_1)  # makes dw_1:100 | 100.0 us | microbatch 1 | slice 2
-g_2 = mm(d, w)  # makes g_2:4 | 100.0 us | microbatch 2 | slice 2
-dw_2 = mm(d, a_2)  # makes dw_2:100 | 100.0 us | microbatch 2 | slice 2
+g_1 = mm(d, w)  # makes g_1:4 | 100.0 us | microbatch 1 | section 2
+dw_1 = mm(d, a_1)  # makes dw_1:100 | 100.0 us | microbatch 1 | section 2
+g_2 = mm(d, w)  # makes g_2:4 | 100.0 us | microbatch 2 | section 2
+dw_2 = mm(d, a_2)  # makes dw_2:100 | 100.0 us | microbatch 2 | section 2
 dw = accumulate(dw_1, dw_2)  # holds dw_1
-dh_1 = relu_backward(g_1, h_1)  # makes dh_1:40 | 10.0 us | microbatch 1 | slice 1
-dv_1 = mm(dh_1, x)  # makes dv_1:100 | 100.0 us | microbatch 1 | slice 1
-dh_2 = relu_backward(g_2, h_2)  # makes dh_2:40 | 10.0 us | microbatch 2 | slice 1
-dv_2 = mm(dh_2, x)  # makes dv_2:100 | 100.0 us | microbatch 2 | slice 1
+dh_1 = relu_backward(g_1, h_1)  # makes dh_1:40 | 10.0 us | microbatch 1 | section 1
+dv_1 = mm(dh_1, x)  # makes dv_1:100 | 100.0 us | microbatch 1 | section 1
+dh_2 = relu_backward(g_2, h_2)  # makes dh_2:40 | 10.0 us | microbatch 2 | section 1
+dv_2 = mm(dh_2, x)  # makes dv_2:100 | 100.0 us | microbatch 2 | section 1
 dv = accumulate(dv_1, dv_2)  # holds dv_1
 return output y, gradient dw, gradient dv
 """,
     )
 
 
-def test_what_is_streamed_comes_once_a_slice_and_phase() -> None:
-    trace = slice_microbatches(layers(), MACHINE)
+def test_what_is_streamed_comes_once_a_section_and_phase() -> None:
+    trace = order_by_section(layers(), MACHINE)
     fates = {"v": Placement.OFFLOAD, "w": Placement.OFFLOAD}
     plans = [schedule(ReuseGaps(each), fates, MACHINE) for each in (trace, layers())]
-    in_slices, in_parts = ([d.value for d in plan if isinstance(d, Reload)] for plan in plans)
-    assert in_slices == ["v", "w", "w"]
+    by_section, in_parts = ([d.value for d in plan if isinstance(d, Reload)] for plan in plans)
+    assert by_section == ["v", "w", "w"]
     assert in_parts == ["v", "w", "v", "w", "w", "w"]
 
 
 def test_a_step_without_parts_is_left_as_it_is() -> None:
     trace = parse("\n".join([INPUTS, FORWARD.format(i=1).replace(" | microbatch 1", ""), "return output y_1"]))
-    assert slice_microbatches(trace, MACHINE) is trace
+    assert order_by_section(trace, MACHINE) is trace
 
 
 def test_parts_that_read_other_parameters_are_left_as_they_are() -> None:
     trace = layers()
     ops = tuple(replace(op, reads=("a_1", "x")) if op.name == "y_1" else op for op in trace.ops)
     odd = replace(trace, ops=ops)
-    assert slice_microbatches(odd, MACHINE) is odd
+    assert order_by_section(odd, MACHINE) is odd
 
 
 def test_it_is_cut_where_least_crosses() -> None:
-    trace = slice_microbatches(layers(), MACHINE)
-    assert trace.op["a_1"].slice == 1  # what relu makes has 4 bytes, what it reads 40
-    assert trace.op["dh_1"].slice == 1
+    trace = order_by_section(layers(), MACHINE)
+    assert trace.op["a_1"].section == 1  # what relu makes has 4 bytes, what it reads 40
+    assert trace.op["dh_1"].section == 1
 
 
-def test_parameters_that_are_small_together_share_a_slice() -> None:
+def test_parameters_that_are_small_together_share_a_section() -> None:
     trace = layers()
     small = {"w": replace(trace.op["w"], makes=(Storage("w", 4),)), "v": trace.op["v"]}
     ops = tuple(small.get(op.name, op) for op in trace.ops)
     larger = Op("u", "parameter", makes=(Storage("u", 104),), holds=("u",))
-    assert {op.slice for op in slice_microbatches(replace(trace, ops=(larger, *ops)), MACHINE).ops} == {0}
+    assert {op.section for op in order_by_section(replace(trace, ops=(larger, *ops)), MACHINE).ops} == {0}
 
 
 def test_the_order_of_a_saved_plan_is_restored() -> None:
-    trace = slice_microbatches(layers(), MACHINE)
-    assert reslice_microbatches(layers(), trace) == trace
-    assert reslice_microbatches(layers(3), trace) == layers(3)
+    trace = order_by_section(layers(), MACHINE)
+    assert order_like(layers(), trace) == trace
+    assert order_like(layers(3), trace) == layers(3)
 
 
 def parted(trace: Trace, parts: int) -> Trace:
@@ -144,16 +144,16 @@ def parted(trace: Trace, parts: int) -> Trace:
 
 
 @given(traces(), machines(), st.integers(2, 4))
-def test_slices_are_consecutive_and_none_is_empty(trace: Trace, machine: Machine, parts: int) -> None:
+def test_sections_are_consecutive_and_none_is_empty(trace: Trace, machine: Machine, parts: int) -> None:
     before = parted(trace, parts)
-    found = slice_microbatches(before, machine)
+    found = order_by_section(before, machine)
     check(found)
-    assert {replace(op, slice=0) for op in found.ops} == set(before.ops)
+    assert {replace(op, section=0) for op in found.ops} == set(before.ops)
     for part in range(1, parts + 1):
-        order = [op.slice for op in found.ops if op.microbatch == part and op.phase == "forward"]
+        order = [op.section for op in found.ops if op.microbatch == part and op.phase == "forward"]
         assert order == sorted(order)
-        backward = [op.slice for op in found.ops if op.microbatch == part and op.phase == "backward"]
+        backward = [op.section for op in found.ops if op.microbatch == part and op.phase == "backward"]
         assert backward == sorted(backward, reverse=True)
-    numbers = {op.slice for op in found.ops if op.microbatch and op.phase == "forward"}
+    numbers = {op.section for op in found.ops if op.microbatch and op.phase == "forward"}
     assert numbers in ({0}, set(range(1, max(numbers, default=0) + 1)), set())
     assert predict(found, machine).us == predict(before, machine).us

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from passes import Machine, Op, Storage, Trace, check, predict
 from passes.slices import choose
 from passes.slices.chain import find_chains
-from passes.slices.choose import choose_slices
+from passes.slices.choose import choose_slices, slice_around
 from passes.slices.parts import Origin
 from passes.slices.row_rule import RowFacts
 from passes.slices.unroll import unroll
-from tests.support.row_traces import HEAD, facts_of, row_steps, run, same
+from tests.support.row_traces import HEAD, facts_of, row_steps, run, same, wide_values
 
 
 def larger(trace: Trace, rows: int) -> Trace:
@@ -34,7 +34,12 @@ def larger(trace: Trace, rows: int) -> Trace:
 
 def heads(count: int) -> Trace:
     """Return a step with several heads and losses, which have inputs and a tangent in common."""
-    shared = {"x", "y", "w", "g"}
+    return repeated(HEAD, count)
+
+
+def repeated(trace: Trace, count: int) -> Trace:
+    """Return a step with the ops of another several times, which have its inputs in common."""
+    shared = {op.name for op in trace.ops if op.is_input}
 
     def renamed(op: Op, i: int) -> Op:
         def name(value: str) -> str:
@@ -44,14 +49,14 @@ def heads(count: int) -> Trace:
         holds = tuple(map(name, op.holds))
         return replace(op, name=name(op.name), reads=tuple(map(name, op.reads)), makes=made, holds=holds)
 
-    ops = [op for op in HEAD.ops if op.name in shared]
+    ops = [op for op in trace.ops if op.name in shared]
     for phase in ("forward", "backward"):
         for i in range(count):
-            ops += [renamed(op, i) for op in HEAD.ops if op.phase == phase and op.name not in shared]
-    outputs = tuple((kind, f"{value}{i}") for i in range(count) for kind, value in HEAD.outputs)
-    trace = Trace(tuple(ops), outputs)
-    check(trace)
-    return trace
+            ops += [renamed(op, i) for op in trace.ops if op.phase == phase and op.name not in shared]
+    outputs = tuple((kind, f"{value}{i}") for i in range(count) for kind, value in trace.outputs)
+    step = Trace(tuple(ops), outputs)
+    check(step)
+    return step
 
 
 def peak(trace: Trace) -> int:
@@ -122,13 +127,25 @@ def test_what_a_slice_has_rewritten_has_no_rows_for_the_next() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(trace=row_steps(), share=st.sampled_from((0.0, 0.5, 0.9)))
-def test_slices_never_raise_the_peak(trace: Trace, share: float) -> None:
-    found = choose_slices(trace, Machine(int(share * peak(trace))), facts_of(trace))
+@given(trace=row_steps(), count=st.integers(1, 3), share=st.sampled_from((0.0, 0.5, 0.9)), reruns=st.booleans())
+def test_no_slice_that_is_chosen_raises_the_peak(trace: Trace, count: int, share: float, reruns: bool) -> None:
+    trace = repeated(trace, count)
+    found = choose_slices(trace, Machine(int(share * peak(trace))), facts_of(trace), reruns=reruns)
     check(found.trace)
-    assert peak(found.trace) <= peak(trace) and (peak(found.trace) < peak(trace)) == bool(found.slices)
+    assert (peak(found.trace) < peak(trace)) == bool(found.slices)
     known, origins = trace, dict[str, Origin]()
     for cut in found.slices:
         unrolled = unroll(known, cut)
+        assert peak(unrolled.trace) <= peak(known)
         known, origins = unrolled.trace, origins | unrolled.origins
     assert known == found.trace and same(run(known, origins), run(trace))
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=row_steps(), parts=st.sampled_from((2, 3, 8)), data=st.data())
+def test_the_chain_around_a_value_is_the_one_of_the_lowest_peak(trace: Trace, parts: int, data: st.DataObject) -> None:
+    """It is what was asked for, so it is cut in any case."""
+    seed = data.draw(st.sampled_from(wide_values(trace)))
+    cut = slice_around(trace, Machine(0), facts_of(trace), seed, parts)
+    peaks = [peak(unroll(trace, chain).trace) for chain in find_chains(trace, facts_of(trace), seed, parts)]
+    assert (cut is None) == (peaks == []) and (cut is None or peak(unroll(trace, cut).trace) == min(peaks))

@@ -12,7 +12,7 @@ from passes import Trace, parse
 from passes.slices.chain import find_chains
 from passes.slices.hoist import can_hoist, hoisted
 from passes.slices.row_rule import RowFacts
-from tests.support.row_traces import HEAD, facts_of, row_steps, run
+from tests.support.row_traces import HEAD, facts_of, row_steps, run, wide_values
 
 CHAIN = ("a", "b", "c", "l", "d", "e", "dh", "dw")
 FACTS = facts_of(HEAD)
@@ -96,7 +96,7 @@ def test_gradients_to_add_to_are_not_there_in_forward() -> None:
 @given(trace=row_steps(), data=st.data())
 def test_what_is_hoisted_is_proportional_to_the_tangent(trace: Trace, data: st.DataObject) -> None:
     facts = facts_of(trace)
-    seed = data.draw(st.sampled_from([op.name for op in trace.ops if op.type == "f32[8, 16]"]))
+    seed = data.draw(st.sampled_from(wide_values(trace)))
     for cut in find_chains(trace, facts, seed, 2):
         if not can_hoist(trace, cut.rule, facts) or (early := hoisted(trace, cut.rule)) is None:
             continue

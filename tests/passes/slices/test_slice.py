@@ -13,7 +13,12 @@ from tests.passes.slices.test_row_rule import rules
 names = st.from_regex(r"[a-z_][a-z_0-9]{0,12}", fullmatch=True)
 counts = st.integers(1, 10**6)
 slices = st.builds(
-    Slice, counts, st.just(0) | counts, counts, st.lists(st.tuples(names, rules), min_size=1, max_size=5).map(tuple)
+    Slice,
+    counts,
+    st.just(0) | counts,
+    counts,
+    st.lists(st.tuples(names, rules), min_size=1, max_size=5).map(tuple),
+    st.just(0) | counts,
 )
 
 
@@ -34,7 +39,8 @@ def test_sequences_are_printed_where_rows_are_of_some() -> None:
     [
         "", "slice", "slice 12 rows in 2 parts: ", "slice 12 rows in 2 parts: mm", "slice x rows in 2 parts: mm[0:1<-]",
         "slice 12 rows of 0 in 2 parts: mm[0:1<-]", "slice 12 rows in 2 parts: mm[0:1<-]  relu[0:1<-]",
-        "offload mm", "slice 12 rows in 2 parts: mm[0:1<-] more", "slice 012 rows in 2 parts: mm[0:1<-]",
+        "offload mm", "slice 12 rows in 2 parts, values from 0 bytes again: mm[0:1<-]",
+        "slice 12 rows in 2 parts: mm[0:1<-] more", "slice 012 rows in 2 parts: mm[0:1<-]",
     ],
 )  # fmt: skip
 def test_what_is_no_slice_is_refused_with_one_that_is(line: str) -> None:

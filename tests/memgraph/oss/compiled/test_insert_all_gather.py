@@ -24,7 +24,7 @@ from memgraph.runtime.step_run import StepRun
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Network, Trace
 from passes.order.comm_order import place_collectives
-from passes.order.microbatch_order import slice_microbatches
+from passes.order.microbatch_order import order_by_section
 from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
@@ -49,7 +49,7 @@ def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captu
     return (
         captured,
         graph,
-        slice_microbatches(
+        order_by_section(
             place_collectives(summarize(graph, price), at_once),
             Machine(0, network=Network(interference=float(at_once))),
         ),

@@ -25,7 +25,7 @@ from memgraph.runtime.step_run import StepRun
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, Trace
 from passes.order.comm_order import place_collectives
-from passes.order.microbatch_order import slice_microbatches
+from passes.order.microbatch_order import order_by_section
 from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
@@ -55,7 +55,7 @@ def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
     captured = insert_reduce_scatters(capture(its.model, its.args, its.kwargs, wanted=select_losses), grad_buckets(its))
     graph = corrected(captured, adds)
-    return captured, graph, slice_microbatches(place_collectives(summarize(graph, price)), Machine(0))
+    return captured, graph, order_by_section(place_collectives(summarize(graph, price)), Machine(0))
 
 
 @pytest.mark.parametrize("adds", [False, True])

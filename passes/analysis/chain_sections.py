@@ -1,15 +1,15 @@
-"""The chain of slices of a step: where forward is narrow, what crosses there, and what backward of each slice needs.
+"""The chain of sections of a step: where forward is narrow, what crosses there, what backward of each section needs.
 
-    a = relu(x)                  slice 0: makes a     its backward: g2, which reads a
+    a = relu(x)                  section 0: makes a     its backward: g2, which reads a
     ---- a crosses ----
-    b = mm(a, w)                 slice 1: makes b, c  its backward: g1, which reads b; c is for forward only
+    b = mm(a, w)                 section 1: makes b, c  its backward: g1, which reads b; c is for forward only
     c = add(b, a)
     ---- c crosses ----
     ...
     g1 = relu_backward(d, b)
     g2 = relu_backward(g1, a)
 
-A storage crosses every cut between the op that makes it and the last op, forward or backward of a later slice, that
+A storage crosses every cut between the op that makes it and the last op, forward or backward of a later section, that
 reads it.  So what crosses a later cut and not an earlier one was made between the two, and cuts nest.  A skip
 connection only makes the cuts that it crosses wide.
 """
@@ -30,8 +30,8 @@ from .reuse_gaps import ReuseGaps
 
 
 @dataclass(frozen=True, eq=False)
-class Slices:
-    """The slices of a trace, at most `most`.  Arrays have one entry a slice."""
+class Sections:
+    """The sections of a trace, at most `most`.  Arrays have one entry a section."""
 
     gaps: ReuseGaps
     most: int
@@ -69,7 +69,7 @@ class Slices:
     def crossing_nbytes(self) -> Ints:
         """Return the bytes that cross from each forward op to the next.
 
-        Those that backward does not read count twice: they are better made and used within a slice.
+        Those that backward does not read count twice: they are better made and used within a section.
         """
         change = np.zeros(self.gaps.trace.boundary + 2, np.int64)
         for storage, made in self.producer.items():
@@ -85,48 +85,48 @@ class Slices:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Return the forward op at which each slice begins, from 0, and the number of forward ops."""
+        """Return the forward op at which each section begins, from 0, and the number of forward ops."""
         boundary = self.gaps.trace.boundary
         saved = np.zeros(boundary + 2, np.int64)
         for storage in self.saved:
             saved[self.producer[storage] + 1] += self.gaps.trace.nbytes[storage]
-        # Cut between the forward ops that are opposite to two backward ops, so that each slice has a backward.
-        cuts = narrowest_slices(self.crossing_nbytes, sorted(set(self.level.values())))
+        # Cut between the forward ops that are opposite to two backward ops, so that each section has a backward.
+        cuts = narrowest_sections(self.crossing_nbytes, sorted(set(self.level.values())))
         return _merged([0, *cuts, boundary], self.crossing_nbytes, np.cumsum(saved), self.most)
 
     @property
     def count(self) -> int:
         return len(self.cuts) - 1
 
-    def slice_of(self, op: int) -> int:
-        """Return the slice of a forward op."""
+    def section_of(self, op: int) -> int:
+        """Return the section of a forward op."""
         return bisect.bisect_right(self.cuts, op) - 1
 
     @cached_property
     def extent(self) -> dict[str, tuple[int, int]]:
-        """Map each storage to the slices in which it is made, and used last."""
+        """Map each storage to the sections in which it is made, and used last."""
         return {
-            storage: (self.slice_of(made), self.slice_of(self.last_use[storage]))
+            storage: (self.section_of(made), self.section_of(self.last_use[storage]))
             for storage, made in self.producer.items()
         }
 
     @cached_property
     def backward(self) -> tuple[tuple[int, ...], ...]:
-        """Return the backward ops of each slice that read a storage, in order."""
+        """Return the backward ops of each section that read a storage, in order."""
         result: list[list[int]] = [[] for _ in range(self.count)]
         for i, level in self.level.items():
-            result[self.slice_of(level)].append(i)
+            result[self.section_of(level)].append(i)
         return tuple(map(tuple, result))
 
     @cached_property
     def needed(self) -> tuple[frozenset[str], ...]:
-        """Return the storages that each slice makes and its backward reads."""
+        """Return the storages that each section makes and its backward reads."""
         read = ({s for i in ops for s in self.reads[i]} for ops in self.backward)
         return tuple(frozenset(s for s in storages if self.extent[s][0] == j) for j, storages in enumerate(read))
 
     @cached_property
     def crossing(self) -> tuple[frozenset[str], ...]:
-        """Return the storages that are live at the begin of each slice."""
+        """Return the storages that are live at the begin of each section."""
         result: list[set[str]] = [set() for _ in range(self.count + 1)]
         for storage, (made, end) in self.extent.items():
             for j in range(made + 1, end + 1):
@@ -135,7 +135,7 @@ class Slices:
 
     @cached_property
     def kept(self) -> tuple[frozenset[str], ...]:
-        """Return the storages that a slice makes and keeps, so that nothing of it is recomputed."""
+        """Return the storages that a section makes and keeps, so that nothing of it is recomputed."""
         return tuple(
             self.needed[j] | {s for s in self.crossing[j + 1] if self.extent[s][0] == j} for j in range(self.count)
         )
@@ -146,7 +146,7 @@ class Slices:
 
     @cached_property
     def added_nbytes(self) -> Ints:
-        """Return [s, k]: the bytes that are live at the begin of slice k, and not at that of slice s."""
+        """Return [s, k]: the bytes that are live at the begin of section k, and not at that of section s."""
         made_by = np.zeros((self.count + 1, self.count + 1), np.int64)
         for storage, (made, end) in self.extent.items():
             made_by[made + 1, made + 1 : end + 1] += self.gaps.trace.nbytes[storage]
@@ -155,7 +155,7 @@ class Slices:
 
     @cached_property
     def forward_peak(self) -> Ints:
-        """Return [s, j]: the peak beside the storages at the begin of slice s while forward runs slice j."""
+        """Return [s, j]: the peak beside the storages at the begin of section s while forward runs section j."""
         trace = self.gaps.trace
         live = np.zeros((self.count, trace.boundary + 1), np.int64)
         for storage, (made, end) in self.extent.items():
@@ -167,7 +167,7 @@ class Slices:
         return np.maximum.reduceat(live, self.cuts[:-1], axis=1)
 
     def own_peak(self, wanted: tuple[frozenset[str], ...]) -> Ints:
-        """Return the peak beside the storages at the begin of each slice while it makes what is wanted."""
+        """Return the peak beside the storages at the begin of each section while it makes what is wanted."""
         trace = self.gaps.trace
         live = np.zeros(trace.boundary + 1, np.int64)
         for storage, made in self.producer.items():
@@ -181,7 +181,7 @@ class Slices:
 
     @cached_property
     def fixed(self) -> Ints:
-        """Return the bytes at each op that no slice moves: inputs, outputs, gradients, ops that run once."""
+        """Return the bytes at each op that no section moves: inputs, outputs, gradients, ops that run once."""
         trace = self.gaps.trace
         change = np.zeros(len(trace.ops) + 1, np.int64)
         for life in lifetimes(trace):
@@ -193,13 +193,13 @@ class Slices:
 
     @cached_property
     def base(self) -> Ints:
-        """Return the bytes that no slice moves, when backward of each slice begins."""
+        """Return the bytes that no section moves, when backward of each section begins."""
         first = [(ops[0], self.gaps.trace.ops[ops[0]]) for ops in self.backward]
         return np.array([self.fixed[i] - op.nbytes - op.workspace for i, op in first], np.int64)
 
     @cached_property
     def backward_peak(self) -> Ints:
-        """Return [s, t]: the peak beside the storages at the begin of slice s while backward of t runs."""
+        """Return [s, t]: the peak beside the storages at the begin of section s while backward of t runs."""
         trace, peak = self.gaps.trace, np.zeros((self.count, self.count), np.int64)
         stop = len(trace.ops)
         for t, ops in enumerate(self.backward):
@@ -213,7 +213,7 @@ class Slices:
         return peak
 
     def us(self, wanted: tuple[frozenset[str], ...]) -> Floats:
-        """Return the time of the ops of each slice that make what is wanted."""
+        """Return the time of the ops of each section that make what is wanted."""
         trace, result = self.gaps.trace, np.zeros(self.count)
         for j in range(self.count):
             storages = {s for s in wanted[j] if self.extent[s][0] == j}
@@ -247,15 +247,15 @@ def opposite_ops(
     return result
 
 
-def narrowest_slices(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
+def narrowest_sections(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
     """Return, between each two marks, the op before which the fewest bytes cross."""
     return tuple(a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in itertools.pairwise(marks))
 
 
 def _merged(cuts: list[int], crossing: Ints, saved: Ints, most: int) -> tuple[int, ...]:
-    """Drop the cuts that save least, until no more than `most` slices are left.
+    """Drop the cuts that save least, until no more than `most` sections are left.
 
-    A cut saves the smaller of what its two slices keep, less what crosses the cut.
+    A cut saves the smaller of what its two sections keep, less what crosses the cut.
     """
     width, sizes = crossing[cuts], np.diff(saved[cuts])
     while len(sizes) > max(1, most):
