@@ -7,6 +7,21 @@ function liveAt({ lives }, op) {
   return found.sort((a, b) => lives.nbytes[b] - lives.nbytes[a]);
 }
 
+/** Return how many are on the device while an op runs, and the `most` largest of them; without a sort of all. */
+function largestAt({ lives }, op, most) {
+  const { first, length, nbytes } = lives, found = [];
+  let count = 0;
+  for (let i = 0; i < lives.count; i++) {
+    if (first[i] > op || op > first[i] + length[i] || nbytes[i] === 0) continue;
+    count++;
+    if (found.length === most && nbytes[i] <= nbytes[found[most - 1]]) continue;
+    let at = found.length < most ? found.length : most - 1;
+    while (at > 0 && nbytes[found[at - 1]] < nbytes[i]) found[at] = found[--at];
+    found[at] = i;
+  }
+  return { count, found };
+}
+
 /** Return the value that a lifetime is of: the op that made it first. */
 const valueOf = (plan, life) => plan.ops.of[plan.lives.maker[life]];
 

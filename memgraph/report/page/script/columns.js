@@ -3,13 +3,15 @@
 /** Return the integers of a packed column: as they are, as runs ("r") or as places in a table ("t"), summed if "s". */
 function ints([mark, first, second]) {
   let found;
-  if (mark.endsWith("t")) found = Float64Array.from(second, (place) => first[place]);
-  else if (mark.endsWith("r")) {
+  if (mark.endsWith("t")) {
+    found = new Float64Array(second.length);
+    for (let i = 0; i < second.length; i++) found[i] = first[second[i]];
+  } else if (mark.endsWith("r")) {
     let count = 0;
     for (let i = 1; i < first.length; i += 2) count += first[i];
     found = new Float64Array(count);
     for (let i = 0, at = 0; i < first.length; at += first[i + 1], i += 2) found.fill(first[i], at, at + first[i + 1]);
-  } else found = Float64Array.from(first);
+  } else found = new Float64Array(first);
   if (mark.startsWith("s")) for (let i = 1; i < found.length; i++) found[i] += found[i - 1];
   return found;
 }
@@ -46,10 +48,9 @@ function planOf(data, number) {
   const plan = { ...data.plans[number] }, strings = data.strings;
   const ops = (plan.ops = unpacked(plan.ops)), count = (plan.count = ops.count);
   for (const part of ["lives", "copies", "captured", "decisions"]) plan[part] = unpacked(plan[part]);
-  const last = new Map(), numbers = ops.number;
+  const last = new Float64Array(strings.length).fill(-1), numbers = ops.number;
   for (let i = 0; i < count; i++) {
-    numbers[i] += last.get(ops.stem[i]) ?? -1;
-    last.set(ops.stem[i], numbers[i]);
+    last[ops.stem[i]] = numbers[i] += last[ops.stem[i]];
     ops.of[i] = i - ops.of[i];
   }
   const own = (i) => strings[ops.stem[i]] + (numbers[i] < 0 ? "" : numbers[i]);
@@ -58,9 +59,11 @@ function planOf(data, number) {
   plan.begins = beginsOf(ops.tenths);
   plan.captured.begins = beginsOf(plan.captured.tenths);
   plan.byKind = bytesByKind(data.kinds, plan.lives, ops.workspace, plan.staging);
+  plan.has = plan.byKind.map((bytes) => bytes.some((each) => each > 0));
   plan.total = new Float64Array(count);
   for (const bytes of plan.byKind) for (let i = 0; i < count; i++) plan.total[i] += bytes[i];
-  plan.peakIndex = plan.total.indexOf(plan.total.reduce((most, each) => Math.max(most, each), 0));
+  plan.peakIndex = 0;
+  for (let i = 1; i < count; i++) if (plan.total[i] > plan.total[plan.peakIndex]) plan.peakIndex = i;
   plan.strings = strings;
   plan.decided = decisionsByOp(plan);
   plan.decision = (i) => rowOf(plan, i, strings);

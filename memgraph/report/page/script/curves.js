@@ -3,7 +3,10 @@
 /** Return the edges of ops along the axis: op i lies between edges[i] and edges[i + 1]. */
 function edgesOf(plan, axis) {
   if (axis === "time") return plan.begins;
-  plan.places ??= Float64Array.from({ length: plan.count + 1 }, (_, i) => i);
+  if (!plan.places) {
+    plan.places = new Float64Array(plan.count + 1);
+    for (let i = 0; i <= plan.count; i++) plan.places[i] = i;
+  }
   return plan.places;
 }
 
@@ -56,6 +59,8 @@ function largest(edges, values, low, high, count) {
 
 /** Return values at indices, with the last one twice so that a stepped curve reaches the edge. */
 function curveOf(found, values) {
-  const curve = Array.from(found, (i) => (i < 0 ? null : values[i]));
-  return [...curve, curve.at(-1)];
+  const curve = new Array(found.length + 1);
+  for (let at = 0; at < found.length; at++) curve[at] = found[at] < 0 ? null : values[found[at]];
+  curve[found.length] = curve[found.length - 1];
+  return curve;
 }

@@ -3,6 +3,7 @@
 // From the bottom to the top: what is there throughout, then what comes and goes.
 const STACK = ["parameter", "buffer", "state", "input", "gradient", "output", "tangent", "activation", "temporary", "workspace", "staging"];
 const GUTTER = 76; // pixels of the left axis, the same in both charts
+const EDGE = 12; // pixels right of them
 
 /** Return the largest value of the axis of bytes, and whether the budget is on it. */
 function heightOf(plan, other) {
@@ -16,12 +17,12 @@ const unitOf = (top) => (top >= 2e9 ? [1e9, "GB"] : top >= 2e5 ? [1e6, "MB"] : t
 
 /** Draw the chart of `state.plan` into `place`, and return it. */
 function memoryChart(state, place, width) {
-  const { plan, axis, low, high, data } = state, count = Math.max(50, width - GUTTER - 12);
+  const { plan, axis, low, high, data } = state, count = Math.max(50, width - GUTTER - EDGE);
   const other = state.beside;
   const found = largest(edgesOf(plan, axis), plan.total, low, high, count);
   const xs = Array.from({ length: count + 1 }, (_, i) => low + ((high - low) * i) / count);
   const behind = curveOf(largest(capturedEdges(plan, axis), plan.captured.total, low, high, count), plan.captured.total);
-  const shown = STACK.map((kind) => [kind, data.kinds.indexOf(kind)]).filter(([, k]) => plan.byKind[k].some((bytes) => bytes > 0));
+  const shown = STACK.map((kind) => [kind, data.kinds.indexOf(kind)]).filter(([, k]) => plan.has[k]);
   const layers = [], sum = new Float64Array(plan.count);
   for (const [kind, k] of shown) {
     for (let i = 0; i < plan.count; i++) sum[i] += plan.byKind[k][i];
@@ -45,7 +46,7 @@ function memoryChart(state, place, width) {
   const [unit, unitName] = unitOf(most);
   const chart = new uPlot(
     {
-      width, height: 360, padding: [14, 12, 0, 0], legend: { show: false }, series,
+      width, height: 360, padding: [14, EDGE, 0, 0], legend: { show: false }, series,
       cursor: cursorOf(state),
       scales: { x: { time: false, range: () => [low, high] }, y: { range: () => [0, most] } },
       axes: [xAxis(state), { ...axisLook(), label: `On the device, ${unitName}`, size: GUTTER - 22, labelSize: 22, values: (_, splits) => splits.map((split) => `${+(split / unit).toFixed(2)}`) }],

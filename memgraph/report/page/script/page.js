@@ -1,11 +1,13 @@
 // The state of the page: the plan, the op, and what of the step is shown; and the events that change it.
 
+const SHOWN = 10; // buffers in the list beside the chart
+
 performance.mark("begin");
 const data = JSON.parse(byId("data").textContent);
 const plans = [], planAt = (number) => (plans[number] ??= planOf(data, number));
 const state = {
   data, plan: planAt(0), beside: data.beside === null ? null : planAt(data.beside), axis: "op", low: 0, high: 1,
-  op: 0, held: false, life: null, stop: null, kinds: [], colours: {}, withBudget: false, onCursor, onDraw: mark, onSelect, onWhole, onStop, hold, tell,
+  op: 0, held: false, life: null, stop: null, kinds: [], width: 0, withBudget: false, onCursor, onDraw: mark, onSelect, onWhole, onStop, hold, tell,
 };
 let memory = null, queues = null, tables = null, drawBudgets = () => {}, pin = null, band = null, tip = null, moving = false;
 
@@ -20,9 +22,10 @@ function draw() {
   const width = byId("left").clientWidth;
   memory?.destroy();
   queues?.destroy();
-  for (const name of Object.keys(WORK)) state.colours[name] = colour(name);
+  state.width = width - GUTTER - EDGE;
   memory = memoryChart(state, byId("memory"), width);
   queues = queuesChart(state, byId("queues"), width);
+  Object.assign(byId("memory"), { chart: memory }); // for whoever looks at it from the console
   [pin, band, tip] = ["pin", "life", "tip"].map((name) => el("div", { class: name, hidden: "" }));
   memory.over.append(band, pin, tip);
   queues.over.style.cursor = memory.over.style.cursor = "crosshair";
@@ -79,11 +82,11 @@ function at(op) {
     ["bytes", `${mb(plan.total[op])} on the device${plan.ops.workspace[op] ? `, of it ${mb(plan.ops.workspace[op])} workspace` : ""}`],
   ]));
   for (const { kind, k } of state.kinds) byId("kinds").querySelector(`[data-kind="${kind}"] .bytes`).textContent = mb(plan.byKind[k][op]);
-  const live = liveAt(plan, op), shown = live.slice(0, 10);
-  byId("live-title").textContent = `On the device while it runs: ${live.length} buffers`;
+  const { count, found } = largestAt(plan, op, SHOWN);
+  byId("live-title").textContent = `On the device while it runs: ${count} buffers`;
   byId("live").replaceChildren(
-    ...shown.map((life) => el("li", null, el("button", { type: "button", onclick: () => tell(life) }, swatch(data.kinds[plan.lives.kind[life]]), el("span", { class: "what" }, titleOf(plan, plan.lives.maker[life])), el("span", { class: "bytes" }, mb(plan.lives.nbytes[life]))))),
-    ...(live.length > shown.length ? [el("li", null, el("button", { type: "button", onclick: showAll }, `and ${live.length - shown.length} more, in the table`))] : []),
+    ...found.map((life) => el("li", null, el("button", { type: "button", onclick: () => tell(life) }, swatch(data.kinds[plan.lives.kind[life]]), el("span", { class: "what" }, titleOf(plan, plan.lives.maker[life])), el("span", { class: "bytes" }, mb(plan.lives.nbytes[life]))))),
+    ...(count > found.length ? [el("li", null, el("button", { type: "button", onclick: showAll }, `and ${count - found.length} more, in the table`))] : []),
   );
   step.setAttribute("aria-valuemax", plan.count);
   step.setAttribute("aria-valuenow", op + 1);
@@ -94,7 +97,7 @@ function at(op) {
 /** Put the line of the held op and the band of the chosen buffer where they are on the axis. */
 function mark() {
   const { plan, life, low, high } = state, edges = edgesOf(plan, state.axis);
-  const left = (x) => ((Math.max(low, Math.min(high, x)) - low) / (high - low)) * memory.over.clientWidth;
+  const left = (x) => ((Math.max(low, Math.min(high, x)) - low) / (high - low)) * state.width;
   const middle = (edges[state.op] + edges[state.op + 1]) / 2;
   pin.hidden = !state.held || middle < low || middle > high;
   pin.style.left = `${left(middle)}px`;
@@ -111,7 +114,7 @@ function onCursor(chart) {
   const op = opAt(edgesOf(state.plan, state.axis), chart.posToVal(left, "x")), { plan } = state, { module, line } = placeOf(plan.where(op));
   tip.replaceChildren(...[`${plan.name(op)} · ${plan.fn(op)}`, module, line, mb(plan.total[op])].filter(Boolean).map((text) => el("div", null, text)));
   tip.hidden = false;
-  const over = chart.over.clientWidth;
+  const over = state.width;
   tip.style.left = left < over / 2 ? `${left + 12}px` : "auto";
   tip.style.right = left < over / 2 ? "auto" : `${over - left + 12}px`;
   if (!state.held && op !== state.op) at(op);
@@ -121,7 +124,7 @@ function onClick() {
   const { left } = memory.cursor;
   if (left == null || left < 0 || memory.select.width > 0) return;
   const op = opAt(edgesOf(state.plan, state.axis), memory.posToVal(left, "x"));
-  state.held = !(state.held && Math.abs(op - state.op) * memory.over.clientWidth < 6 * (state.high - state.low)) ;
+  state.held = !(state.held && Math.abs(op - state.op) * state.width < 6 * (state.high - state.low));
   at(op);
 }
 
@@ -218,7 +221,7 @@ byId("closer").addEventListener("click", () => closer(0.5));
 byId("wider").addEventListener("click", () => closer(2));
 byId("all").addEventListener("click", onWhole);
 byId("peak").addEventListener("click", () => (hold(state.plan.peakIndex), announce()));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (draw(), drawBudgets()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colours.clear(), draw(), drawBudgets()));
 addEventListener("resize", () => (draw(), drawBudgets()));
 tables = showTables(state);
 drawBudgets = showBudgets(state);
@@ -226,5 +229,5 @@ state.op = state.plan.peakIndex;
 figures();
 show(0, endOf());
 drawBudgets();
-tables.show();
 queueMicrotask(() => performance.mark("drawn")); // uPlot draws in a task of this kind, which is ahead of it
+requestAnimationFrame(() => setTimeout(tables.show)); // the charts are painted first

@@ -2,20 +2,20 @@
 
 const LANES = { compute: "compute", out: "copies out", back: "copies back", net: "network" };
 const WORK = { forward: "forward", backward: "backward", again: "recompute", update: "update", wait: "compute waits", copy: "begins a copy", out: "copy out", back: "copy back", net: "collective" };
+const AGAIN = Object.keys(WORK).indexOf("again");
 const WAITS = /^memgraph\.(free|wait|reduced|gathered)\./, BEGINS = /^memgraph\.(offload|reload|gather|reduce_scatter)\./;
 
 /** Return the kind of work of each op, as places in the keys of WORK. */
 function workOf(plan) {
   if (plan.work) return plan.work;
-  const kinds = Object.keys(WORK), phase = [0, 1, kinds.indexOf("update")], { ops } = plan, ofFn = new Map();
+  const kinds = Object.keys(WORK), phase = [0, 1, kinds.indexOf("update")], { ops } = plan, ofFn = new Int8Array(plan.strings.length);
   for (const fn of new Set(ops.fn)) {
     const text = plan.strings[fn];
-    ofFn.set(fn, WAITS.test(text) ? kinds.indexOf("wait") : BEGINS.test(text) ? kinds.indexOf("copy") : -1);
+    ofFn[fn] = WAITS.test(text) ? kinds.indexOf("wait") : BEGINS.test(text) ? kinds.indexOf("copy") : -1;
   }
-  plan.work = Uint8Array.from({ length: plan.count }, (_, i) => {
-    const special = ofFn.get(ops.fn[i]);
-    return special >= 0 ? special : ops.again[i] ? kinds.indexOf("again") : phase[ops.phase[i]];
-  });
+  plan.work = new Uint8Array(plan.count);
+  for (let i = 0; i < plan.count; i++)
+    plan.work[i] = ofFn[ops.fn[i]] >= 0 ? ofFn[ops.fn[i]] : ops.again[i] ? AGAIN : phase[ops.phase[i]];
   return plan.work;
 }
 
@@ -28,7 +28,7 @@ function queuesChart(state, place, width) {
   const centres = lanes.map((_, lane) => count - lane - 0.5);
   return new uPlot(
     {
-      width, height: 58 + 26 * count, padding: [4, 12, 0, 0], legend: { show: false }, cursor: cursorOf(state),
+      width, height: 58 + 26 * count, padding: [4, EDGE, 0, 0], legend: { show: false }, cursor: cursorOf(state),
       series: [{}, { points: { show: false }, paths: () => null }],
       scales: { x: { time: false, range: () => [low, high] }, y: { range: () => [0, count] } },
       axes: [xAxis(state), { ...axisLook(), size: GUTTER, grid: { show: false }, ticks: { show: false }, splits: () => centres, values: () => lanes.map((name) => LANES[name]) }],
@@ -51,7 +51,7 @@ function drawLanes(chart, state, lanes) {
     const name = state.data.queues[copies.queue[i]], [begin, end] = spanOf(state, copies.begin[i] / 10, (copies.begin[i] + copies.tenths[i]) / 10);
     if (end < state.low || begin > state.high) continue;
     const x = chart.valToPos(begin, "x", true), width = Math.max(1, chart.valToPos(end, "x", true) - x);
-    ctx.fillStyle = state.colours[name];
+    ctx.fillStyle = colour(name);
     ctx.fillRect(x, top(lanes.indexOf(name)), width > 4 ? width - 1 : width, 0.7 * height); // a gap between two copies
   }
   ctx.restore();
@@ -66,7 +66,7 @@ function drawCompute({ ctx, bbox }, state, y, height) {
     let end = x + 1;
     while (end < found.length && (found[end] === i || (i >= 0 && found[end] >= 0 && work[found[end]] === work[i]))) end++;
     if (i >= 0) {
-      ctx.fillStyle = state.colours[kinds[work[i]]];
+      ctx.fillStyle = colour(kinds[work[i]]);
       ctx.fillRect(bbox.left + x, y, end - x, height);
     }
     x = end;

@@ -27,7 +27,12 @@ function el(tag, facts, ...children) {
 /** Return rows of a description list; rows without text are left out. */
 const facts = (rows) => rows.filter(([, text]) => text !== "" && text != null).flatMap(([name, text]) => [el("dt", null, name), el("dd", null, text)]);
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const colours = new Map(); // of the scheme that is on; read once, as each reading makes the browser lay the page out
+
+const colour = (name) => {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colours.get(name);
+};
 
 function swatch(name, dash) {
   const made = el("span", { class: dash ? "swatch line" : "swatch", "aria-hidden": "true" });
