@@ -27,7 +27,7 @@ const valueOf = (plan, life) => plan.ops.of[plan.lives.maker[life]];
 
 /** Return a name for people: the module, or the function where there is none. */
 function titleOf(plan, op) {
-  const { module } = placeOf(plan.where(op)), fn = plan.fn(op).replace(/^aten\./, "").replace(/\.default$/, "");
+  const { module } = placeOf(plan.where(op)), fn = plan.fn(op).replace(/^(aten|memgraph)\./, "").replace(/\.default$/, "");
   return module ? `${module} · ${fn}` : `${plan.name(op)} · ${fn}`;
 }
 

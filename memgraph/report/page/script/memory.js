@@ -68,19 +68,21 @@ function drawLevels(chart, state, withBudget) {
     stroke(chart, colour(name), dash, left, y, left + width, y);
     if (label) drawLabel(chart, label, left + width - 4, y - 3, "right", colour(name));
   };
-  const mark = (us, label, right) => {
+  const mark = (us, name, word, row) => {
     if (!us || us < state.low || us > state.high) return;
-    const x = Math.round(chart.valToPos(us, "x", true));
-    stroke(chart, colour("bound"), [4, 3], x, top, x, top + height);
-    drawLabel(chart, label, x + (right ? 4 : -4), top + height - 6, right ? "left" : "right", colour("bound"));
+    const x = Math.round(chart.valToPos(us, "x", true)), right = us < (state.low + state.high) / 2;
+    stroke(chart, colour(name), [4, 3], x, top, x, top + height);
+    drawLabel(chart, `${word} ${ms(us)}`, x + (right ? 4 : -4), top + height - 6 - 18 * row * devicePixelRatio, right ? "left" : "right", colour(name));
   };
-  level(plan.measured, "measured", [6, 4]);
   if (stop && stop.plan === null && stop.us !== null) {
     level(stop.budget, "beside", [], `budget ${mb(stop.budget)}`);
     level(stop.peak, "beside", [3, 3]);
   }
   if (withBudget) level(plan.budget, "budget", [], `budget ${mb(plan.budget)}`);
-  if (axis === "time") mark(plan.bound_us, `bound ${ms(plan.bound_us)}`, plan.bound_us < (state.low + state.high) / 2);
+  level(plan.measured, "measured", [6, 4]);
+  if (axis !== "time") return;
+  mark(plan.bound_us, "bound", "bound", 0);
+  mark(plan.measured_us, "measured", "measured", 1);
 }
 
 function stroke({ ctx }, style, dash, x0, y0, x1, y1) {

@@ -14,7 +14,7 @@ let memory = null, queues = null, tables = null, drawBudgets = () => {}, pin = n
 /** Return the end of the axis. */
 function endOf() {
   if (state.axis === "op") return Math.max(1, state.plan.count);
-  return Math.max(state.plan.us, state.plan.captured.begins.at(-1), state.beside?.us ?? 0) || 1;
+  return Math.max(state.plan.us, state.plan.captured.begins.at(-1), state.beside?.us ?? 0, state.plan.measured_us ?? 0) || 1;
 }
 
 /** Draw both charts anew, after the plan, the axis, the part that is shown or the colours changed. */
@@ -44,6 +44,7 @@ function legends() {
     ["asitis", "solid", `the step as it is, peak ${mb(plan.as_it_is.peak)}`],
     ["beside", "dashed", beside && `the plan beside, peak ${mb(beside.peak)}`],
     ["beside", "dotted", stop && stop.plan === null && stop.us !== null && `peak under ${mb(stop.budget)}: ${mb(stop.peak)}`],
+    ["measured", "dashed", state.axis === "time" && plan.measured_us !== null && `measured step ${ms(plan.measured_us)}`],
     ["bound", "dashed", state.axis === "time" && plan.bound_us ? `no plan of its class takes less: ${ms(plan.bound_us)}` : null],
   ];
   byId("lines").replaceChildren(...lines.filter(([, , text]) => text).map(([name, dash, text]) => el("li", null, swatch(name, dash), text)));
