@@ -104,7 +104,7 @@ def _row(chromium: Any, path: Path, ops: int, rounds: int) -> Row:
 
 
 def _opened(chromium: Any, path: Path) -> tuple[float, ...]:
-    """Open a page anew; return its first paint, when it was drawn, and times of a hover."""
+    """Open a page in a new context; return its first paint, when it was drawn, and times of a hover."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, offline=True)
     page = context.new_page()
     page.goto(path.as_uri())

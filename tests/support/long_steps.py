@@ -1,6 +1,6 @@
 """Steps of any number of layers, and their reports, without a model: what pages of large steps are made of.
 
-long_report(2500)   ->   the report of a step of 20,000 ops, of which some values are recomputed or offloaded
+long_report(2500)   ->   the report of a step of 20,000 ops; some values are recomputed, some offloaded
 
 Each layer is a product, an activation and a sum, and four ops of backward.
 """

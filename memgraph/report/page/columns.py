@@ -8,19 +8,16 @@ lifetimes; that the sum is the forecast's is tested.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
-from passes import KINDS, Forecast, Op, Trace
-from passes.ir.ops import is_runtime, value_of
-from passes.ir.trace import PHASES
+from passes import KINDS, Forecast
 
 from ..printout import decided, verdict
 from ..report_data import ReportData
-from .packing import Column, Strings, packed
+from .op_columns import durations, op_columns
+from .packing import Strings, packed
 
 QUEUES = ("compute", "out", "back", "net")
 Columns = dict[str, Any]
@@ -31,7 +28,7 @@ def columns(report: ReportData, strings: Strings) -> Columns:
     forecast = report.forecast
     return {
         **_figures(report),
-        "ops": _ops(forecast, strings),
+        "ops": op_columns(forecast, strings),
         "lives": _lives(forecast),
         "copies": _copies(forecast),
         "captured": _captured(report),
@@ -63,53 +60,6 @@ def _figures(report: ReportData) -> Columns:
     }
 
 
-def _ops(forecast: Forecast, strings: Strings) -> Columns:
-    """Return names, places and prices. The name of an op that a plan adds is that of its value and a suffix."""
-    trace, ops = forecast.trace, forecast.trace.ops
-    of = [_original(trace, index) for index in range(len(ops))]
-    parts = [_parts(op, ops[own], own == index) for index, (op, own) in enumerate(zip(ops, of, strict=True))]
-    last: dict[str, int] = {}
-    counts = []
-    for stem, number in parts:  # numbers of one stem mostly go up by one
-        counts.append(number - last.get(stem, -1))
-        last[stem] = number
-    return {
-        "count": len(ops),
-        "of": packed(index - own for index, own in enumerate(of)),
-        "stem": strings.column(stem for stem, _ in parts),
-        "number": packed(counts),
-        "fn": strings.column(op.fn for op in ops),
-        "type": strings.column(op.type for op in ops),
-        "where": strings.column(op.where for op in ops),
-        "phase": packed(PHASES.index(op.phase) for op in ops),
-        "again": packed(bool(op.recomputes) for op in ops),
-        "once": packed(op.once or op.is_input for op in ops),
-        "tenths": _durations(forecast),
-        "workspace": packed(forecast.by_kind["workspace"]),
-    }
-
-
-def _original(trace: Trace, index: int) -> int:
-    """Return the index of the op whose value this op recomputes, copies or waits for; else its own."""
-    op = trace.ops[index]
-    value = op.recomputes or (value_of(op.name) if is_runtime(op.fn) else op.name)
-    return trace.index.get(value, index) if op.name.startswith(value) else index
-
-
-def _parts(op: Op, own: Op, is_own: bool) -> tuple[str, int]:
-    """Return the stem and the number of a name; -1 without a number. Of an added op, the suffix."""
-    if not is_own:
-        return op.name.removeprefix(own.name), -1
-    match = re.fullmatch(r"(.*?)(0|[1-9]\d{0,8})", op.name)
-    return (match[1], int(match[2])) if match else (op.name, -1)
-
-
-def _durations(forecast: Forecast) -> Column:
-    """Return the time from the begin of each op to that of the next, rounded so that no error adds up."""
-    begins = [round(us * 10) for us in (*forecast.begins, forecast.us)]
-    return packed(later - earlier for earlier, later in pairwise(begins))
-
-
 def _lives(forecast: Forecast) -> Columns:
     lives, index = forecast.lifetimes, forecast.trace.index
     return {
@@ -139,7 +89,7 @@ def _captured(report: ReportData) -> Columns:
     return {
         "count": len(plain.trace.ops),
         "total": packed(plain.total),
-        "tenths": _durations(plain),
+        "tenths": durations(plain),
         "place": packed(_places([index.get(op.name, -1) for op in plain.trace.ops])),
     }
 

@@ -29,7 +29,7 @@ from .columns import QUEUES, columns
 from .packing import Strings
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("columns", "text", "curves", "memory", "queues", "buffers", "tables", "budgets", "page")
+SCRIPTS = ("columns", "text", "curves", "memory", "queues", "buffers", "tables", "budgets", "head", "events", "page")
 FORMAT = 1  # of the data
 
 

@@ -18,7 +18,9 @@ function ints([mark, first, second]) {
 
 /** Return the columns of a part of a plan, each as an array. */
 const unpacked = (part) =>
-  Object.fromEntries(Object.entries(part).map(([name, column]) => [name, Array.isArray(column) ? ints(column) : column]));
+  Object.fromEntries(
+    Object.entries(part).map(([name, column]) => [name, Array.isArray(column) ? ints(column) : column]),
+  );
 
 /** Return the begin of each op and the end of the last one in microseconds, from durations in tenths of them. */
 function beginsOf(tenths) {
@@ -45,10 +47,13 @@ function bytesByKind(kinds, lives, workspace, staging) {
 
 /** Return a plan as the page shows it; `data.plans[number]` with its columns as arrays. */
 function planOf(data, number) {
-  const plan = { ...data.plans[number] }, strings = data.strings;
-  const ops = (plan.ops = unpacked(plan.ops)), count = (plan.count = ops.count);
+  const plan = { ...data.plans[number] },
+    strings = data.strings;
+  const ops = (plan.ops = unpacked(plan.ops)),
+    count = (plan.count = ops.count);
   for (const part of ["lives", "copies", "captured", "decisions"]) plan[part] = unpacked(plan[part]);
-  const last = new Float64Array(strings.length).fill(-1), numbers = ops.number;
+  const last = new Float64Array(strings.length).fill(-1),
+    numbers = ops.number;
   for (let i = 0; i < count; i++) {
     last[ops.stem[i]] = numbers[i] += last[ops.stem[i]];
     ops.of[i] = i - ops.of[i];
@@ -83,7 +88,14 @@ function decisionsByOp({ decisions }) {
 function rowOf({ decisions }, i, strings) {
   const text = (name) => strings[decisions[name][i]];
   return {
-    value: text("value"), verb: text("verb"), fn: text("fn"), where: text("where"), why: text("why"), op: decisions.op[i],
-    nbytes: decisions.nbytes[i], us: decisions.tenths[i] / 10, again: decisions.again[i] < 0 ? null : decisions.again[i] / 10,
+    value: text("value"),
+    verb: text("verb"),
+    fn: text("fn"),
+    where: text("where"),
+    why: text("why"),
+    op: decisions.op[i],
+    nbytes: decisions.nbytes[i],
+    us: decisions.tenths[i] / 10,
+    again: decisions.again[i] < 0 ? null : decisions.again[i] / 10,
   };
 }

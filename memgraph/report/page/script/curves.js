@@ -1,4 +1,4 @@
-// Curves over the step, reduced to one entry a pixel. In each pixel the op with the most bytes stands, so no peak is lost.
+// Curves over the step, with one entry a pixel: the op with the most bytes in it, so that no peak is lost.
 
 /** Return the edges of ops along the axis: op i lies between edges[i] and edges[i + 1]. */
 function edgesOf(plan, axis) {
@@ -22,7 +22,10 @@ function besideEdges(plan, other, axis) {
   const place = new Map();
   for (let i = 0; i < plan.count; i++) if (plan.ops.of[i] === i) place.set(plan.name(i), i);
   let last = 0;
-  const places = Float64Array.from({ length: other.count }, (_, i) => (last = Math.max(last, place.get(other.name(i)) ?? last)));
+  const places = Float64Array.from(
+    { length: other.count },
+    (_, i) => (last = Math.max(last, place.get(other.name(i)) ?? last)),
+  );
   return withEnd(places, plan.count);
 }
 
@@ -35,7 +38,8 @@ function withEnd(places, end) {
 
 /** Return the index of the op at a place of the axis. */
 function opAt(edges, x) {
-  let low = 0, high = edges.length - 2;
+  let low = 0,
+    high = edges.length - 2;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
     if (edges[middle] <= x) low = middle;
@@ -46,7 +50,9 @@ function opAt(edges, x) {
 
 /** Return for each of `count` pixels between `low` and `high` the index of the largest value in it; -1 for none. */
 function largest(edges, values, low, high, count) {
-  const found = new Int32Array(count).fill(-1), width = (high - low) / count, end = edges.length - 1;
+  const found = new Int32Array(count).fill(-1),
+    width = (high - low) / count,
+    end = edges.length - 1;
   let begin = opAt(edges, low);
   while (begin > 0 && edges[begin - 1] >= low) begin--; // ops that take no time
   for (let i = begin; i < end && edges[i] <= high; i++) {

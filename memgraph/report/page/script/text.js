@@ -25,12 +25,16 @@ function el(tag, facts, ...children) {
 }
 
 /** Return rows of a description list; rows without text are left out. */
-const facts = (rows) => rows.filter(([, text]) => text !== "" && text != null).flatMap(([name, text]) => [el("dt", null, name), el("dd", null, text)]);
+const facts = (rows) =>
+  rows
+    .filter(([, text]) => text !== "" && text != null)
+    .flatMap(([name, text]) => [el("dt", null, name), el("dd", null, text)]);
 
 const colours = new Map(); // of the scheme that is on; read once, as each reading makes the browser lay the page out
 
 const colour = (name) => {
-  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  if (!colours.has(name))
+    colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return colours.get(name);
 };
 

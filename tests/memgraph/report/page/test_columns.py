@@ -1,4 +1,4 @@
-"""What a browser reads from the columns is what the forecast says."""
+"""A browser reads from the columns what the forecast says."""
 
 from __future__ import annotations
 
