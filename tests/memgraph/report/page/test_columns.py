@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from memgraph.report.page.columns import columns
 from memgraph.report.page.packing import Strings, packed
 from memgraph.report.page.page import FOLDER
 from memgraph.report.report import Report
-from passes import KINDS
+from passes import KINDS, predict
 from tests.support.long_steps import long_report
 
 READ = (FOLDER / "script/columns.js").read_text()
@@ -81,3 +82,15 @@ def test_a_decision_stands_at_the_op_that_makes_the_bytes(blank: Any) -> None:
         if i % 3 < 2
         for verb, op in [(("recompute", "gelu"), ("offload", "mm"))[i % 3]]
     ]
+
+
+def test_a_step_with_compiled_parts_is_shown_as_it_runs(blank: Any) -> None:
+    report = long_report(9)
+    ops = report.forecast.trace.ops
+    inner = ("gelu_2", "gelu_5")  # values that only exist within a segment
+    kept = tuple(
+        replace(op, reads=tuple(each for each in op.reads if each not in inner)) for op in ops if op.name not in inner
+    )
+    lowered = predict(replace(report.forecast.trace, ops=kept), report.machine)
+    found = unpacked_in(blank, replace(report, lowered=lowered), "[Array.from(plan.total), plan.captured.place.length]")
+    assert found == [lowered.total.tolist(), len(report.choice.captured.trace.ops)]

@@ -6,7 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import memgraph
 from memgraph.report.budget_curve import Point, Sweep
 from tests.memgraph.report.page.conftest import Open
 from tests.support.long_steps import long_report
@@ -240,3 +243,19 @@ def test_the_schemes_have_their_own_colours(opened: Open) -> None:
 
     (light, light_area), (dark, dark_area) = ground("light"), ground("dark")
     assert light != dark and light_area != dark_area
+
+
+def test_a_real_plan_has_a_page(opened: Open) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    x = torch.randn(512, 64)
+    as_it_is = memgraph.plan(model, x, offload=None).peak
+    report = memgraph.plan(model, x, budget=int(as_it_is * 0.8), offload=None)
+    page = opened(report, sweep=memgraph.sweep(model, x, offload=None))
+    assert report.plan and page.errors == []
+    assert page.text("#verdict") == str(report).split("\n")[0]
+    verbs = page.texts("#table tbody td:first-child")
+    assert verbs and set(verbs) == {"recompute"}
+    page.page.click("#peak")
+    op = report.forecast.trace.ops[report.forecast.peak_index]
+    assert op.name in page.text("#said") and f"{report.peak / 1e6:.1f} MB on the device" in page.text("#said")
