@@ -40,7 +40,7 @@ function titleOf(plan, op) {
 /** Return why a buffer is where it is, as {verb, why}. */
 function reasonOf(plan, life, kinds) {
   const value = valueOf(plan, life),
-    rows = plan.decided.get(value),
+    rows = decisionsByOp(plan).get(value),
     kind = kinds[plan.lives.kind[life]];
   if (rows) {
     const first = plan.decision(rows[0]),

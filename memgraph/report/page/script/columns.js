@@ -16,11 +16,19 @@ function ints([mark, first, second]) {
   return found;
 }
 
-/** Return the columns of a part of a plan, each as an array. */
-const unpacked = (part) =>
-  Object.fromEntries(
-    Object.entries(part).map(([name, column]) => [name, Array.isArray(column) ? ints(column) : column]),
-  );
+/** Return the columns of a part of a plan, each as an array that is made when it is first read. */
+function unpacked(part) {
+  const found = {};
+  for (const [name, column] of Object.entries(part)) {
+    const make = () => {
+      const value = Array.isArray(column) ? ints(column) : column;
+      Object.defineProperty(found, name, { value });
+      return value;
+    };
+    Object.defineProperty(found, name, { get: make, configurable: true });
+  }
+  return found;
+}
 
 /** Return the begin of each op and the end of the last one in microseconds, from durations in tenths of them. */
 function beginsOf(tenths) {
@@ -30,57 +38,80 @@ function beginsOf(tenths) {
   return begins;
 }
 
-/** Return the bytes of each kind at each op, summed from lifetimes. */
-function bytesByKind(kinds, lives, workspace, staging) {
-  const count = workspace.length;
-  const byKind = kinds.map(() => new Float64Array(count + 1));
-  for (let i = 0; i < lives.count; i++) {
-    const bytes = byKind[lives.kind[i]];
-    bytes[lives.first[i]] += lives.nbytes[i];
-    bytes[lives.first[i] + lives.length[i] + 1] -= lives.nbytes[i];
+/** Return the bytes of each kind at each op, summed from lifetimes, and which kinds there are. */
+function bytesByKind(kinds, { count, kind, first, length, nbytes }, workspace, staging) {
+  const ops = workspace.length,
+    byKind = kinds.map(() => new Float64Array(ops + 1)),
+    has = kinds.map(() => false);
+  for (let i = 0; i < count; i++) {
+    const bytes = byKind[kind[i]];
+    bytes[first[i]] += nbytes[i];
+    bytes[first[i] + length[i] + 1] -= nbytes[i];
+    if (nbytes[i] > 0) has[kind[i]] = true;
   }
-  for (const bytes of byKind) for (let i = 1; i < count; i++) bytes[i] += bytes[i - 1];
-  byKind[kinds.indexOf("workspace")].set(workspace);
-  byKind[kinds.indexOf("staging")].fill(staging);
-  return byKind.map((bytes) => bytes.subarray(0, count));
+  byKind.forEach((bytes, k) => has[k] && addUp(bytes));
+  const [work, copies] = ["workspace", "staging"].map((name) => kinds.indexOf(name));
+  byKind[work].set(workspace);
+  has[work] = workspace.some((each) => each > 0);
+  byKind[copies].fill(staging);
+  has[copies] = staging > 0 && ops > 0;
+  return { byKind: byKind.map((bytes) => bytes.subarray(0, ops)), has };
+}
+
+function addUp(values) {
+  for (let i = 1; i < values.length; i++) values[i] += values[i - 1];
+}
+
+/** Return the bytes of all kinds at each op. */
+function totalOf({ byKind, has, count }) {
+  const total = new Float64Array(count);
+  byKind.forEach((bytes, k) => {
+    if (has[k]) for (let i = 0; i < count; i++) total[i] += bytes[i];
+  });
+  return total;
 }
 
 /** Return a plan as the page shows it; `data.plans[number]` with its columns as arrays. */
 function planOf(data, number) {
-  const plan = { ...data.plans[number] },
-    strings = data.strings;
-  const ops = (plan.ops = unpacked(plan.ops)),
-    count = (plan.count = ops.count);
-  for (const part of ["lives", "copies", "captured", "decisions"]) plan[part] = unpacked(plan[part]);
-  const last = new Float64Array(strings.length).fill(-1),
-    numbers = ops.number;
-  for (let i = 0; i < count; i++) {
-    last[ops.stem[i]] = numbers[i] += last[ops.stem[i]];
-    ops.of[i] = i - ops.of[i];
+  const plan = { ...data.plans[number], strings: data.strings },
+    { strings } = plan;
+  for (const part of ["ops", "lives", "copies", "captured", "decisions"]) plan[part] = unpacked(plan[part]);
+  const { ops, lives, captured } = plan,
+    { stem, number: numbers, of } = ops;
+  plan.count = ops.count;
+  const last = new Float64Array(strings.length).fill(-1);
+  for (let i = 0; i < numbers.length; i++) {
+    numbers[i] += last[stem[i]];
+    last[stem[i]] = numbers[i];
+    of[i] = i - of[i];
   }
-  const own = (i) => strings[ops.stem[i]] + (numbers[i] < 0 ? "" : numbers[i]);
-  plan.name = (i) => (ops.of[i] === i ? own(i) : own(ops.of[i]) + own(i));
+  const own = (i) => strings[stem[i]] + (numbers[i] < 0 ? "" : numbers[i]);
+  plan.name = (i) => (of[i] === i ? own(i) : own(of[i]) + own(i));
   for (const name of ["fn", "type", "where"]) plan[name] = (i) => strings[ops[name][i]];
   plan.begins = beginsOf(ops.tenths);
-  plan.captured.begins = beginsOf(plan.captured.tenths);
-  plan.byKind = bytesByKind(data.kinds, plan.lives, ops.workspace, plan.staging);
-  plan.has = plan.byKind.map((bytes) => bytes.some((each) => each > 0));
-  plan.total = new Float64Array(count);
-  for (const bytes of plan.byKind) for (let i = 0; i < count; i++) plan.total[i] += bytes[i];
-  plan.peakIndex = 0;
-  for (let i = 1; i < count; i++) if (plan.total[i] > plan.total[plan.peakIndex]) plan.peakIndex = i;
-  plan.strings = strings;
-  plan.decided = decisionsByOp(plan);
+  captured.begins = beginsOf(captured.tenths);
+  Object.assign(plan, bytesByKind(data.kinds, lives, ops.workspace, plan.staging));
+  plan.total = totalOf(plan);
+  plan.peakIndex = plan.total.indexOf(most(plan.total));
   plan.decision = (i) => rowOf(plan, i, strings);
   return plan;
 }
 
+/** Return the largest of values that are not negative; 0 if there are none. */
+function most(values) {
+  let found = 0;
+  for (let i = 0; i < values.length; i++) if (values[i] > found) found = values[i];
+  return found;
+}
+
 /** Map the op of each decided value to its rows. */
-function decisionsByOp({ decisions }) {
-  const rows = new Map();
-  for (let i = 0; i < decisions.count; i++) {
-    if (!rows.has(decisions.op[i])) rows.set(decisions.op[i], []);
-    rows.get(decisions.op[i]).push(i);
+function decisionsByOp(plan) {
+  if (plan.decided) return plan.decided;
+  const rows = (plan.decided = new Map()),
+    { op } = plan.decisions;
+  for (let i = 0; i < op.length; i++) {
+    if (!rows.has(op[i])) rows.set(op[i], []);
+    rows.get(op[i]).push(i);
   }
   return rows;
 }

@@ -63,10 +63,11 @@ function largest(edges, values, low, high, count) {
   return found;
 }
 
-/** Return values at indices, with the last one twice so that a stepped curve reaches the edge. */
-function curveOf(found, values) {
-  const curve = new Array(found.length + 1);
-  for (let at = 0; at < found.length; at++) curve[at] = found[at] < 0 ? null : values[found[at]];
-  curve[found.length] = curve[found.length - 1];
+/** Return values at indices, for as many pixels. */
+const curveOf = (found, values) => toTheEdge(Array.from(found, (i) => (i < 0 ? null : values[i])));
+
+/** Return a curve with its last value twice, so that a step reaches the edge. */
+function toTheEdge(curve) {
+  curve.push(curve.at(-1));
   return curve;
 }

@@ -19,7 +19,6 @@ const EDGE = 12; // pixels right of them
 
 /** Return the largest value of the axis of bytes, and whether the budget is on it. */
 function heightOf(plan, other) {
-  const most = (values) => values.reduce((found, each) => Math.max(found, each), 0);
   const top = Math.max(
     plan.total[plan.peakIndex] ?? 0,
     most(plan.captured.total),
@@ -45,10 +44,10 @@ function memoryChart(state, place, width) {
   );
   const shown = STACK.map((kind) => [kind, data.kinds.indexOf(kind)]).filter(([, k]) => plan.has[k]);
   const layers = [],
-    sum = new Float64Array(plan.count);
+    sum = new Float64Array(found.length);
   for (const [kind, k] of shown) {
-    for (let i = 0; i < plan.count; i++) sum[i] += plan.byKind[k][i];
-    layers.unshift({ kind, curve: curveOf(found, sum) });
+    for (let at = 0; at < found.length; at++) if (found[at] >= 0) sum[at] += plan.byKind[k][found[at]];
+    layers.unshift({ kind, curve: toTheEdge(Array.from(sum, (each, at) => (found[at] < 0 ? null : each))) });
   }
   const { top, withBudget } = heightOf(plan, other);
   const most = 1.08 * Math.max(top, withBudget ? plan.budget : 0, 1);

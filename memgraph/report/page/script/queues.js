@@ -20,16 +20,16 @@ const WAITS = /^memgraph\.(free|wait|reduced|gathered)\./,
 function workOf(plan) {
   if (plan.work) return plan.work;
   const kinds = Object.keys(WORK),
-    phase = [0, 1, kinds.indexOf("update")],
-    { ops } = plan,
+    ofPhase = [0, 1, kinds.indexOf("update")],
+    { fn, again, phase } = plan.ops,
     ofFn = new Int8Array(plan.strings.length);
-  for (const fn of new Set(ops.fn)) {
-    const text = plan.strings[fn];
-    ofFn[fn] = WAITS.test(text) ? kinds.indexOf("wait") : BEGINS.test(text) ? kinds.indexOf("copy") : -1;
+  for (const place of new Set(fn)) {
+    const text = plan.strings[place];
+    ofFn[place] = WAITS.test(text) ? kinds.indexOf("wait") : BEGINS.test(text) ? kinds.indexOf("copy") : -1;
   }
   plan.work = new Uint8Array(plan.count);
-  for (let i = 0; i < plan.count; i++)
-    plan.work[i] = ofFn[ops.fn[i]] >= 0 ? ofFn[ops.fn[i]] : ops.again[i] ? AGAIN : phase[ops.phase[i]];
+  for (let i = 0; i < fn.length; i++)
+    plan.work[i] = ofFn[fn[i]] >= 0 ? ofFn[fn[i]] : again[i] ? AGAIN : ofPhase[phase[i]];
   return plan.work;
 }
 
@@ -82,10 +82,10 @@ function drawLanes(chart, state, lanes) {
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
   ctx.clip();
   drawCompute(chart, state, top(0), 0.7 * height);
-  const { copies } = plan;
-  for (let i = 0; i < copies.count; i++) {
-    const name = state.data.queues[copies.queue[i]],
-      [begin, end] = spanOf(state, copies.begin[i] / 10, (copies.begin[i] + copies.tenths[i]) / 10);
+  const { count, queue, begin: begins, tenths } = plan.copies;
+  for (let i = 0; i < count; i++) {
+    const name = state.data.queues[queue[i]],
+      [begin, end] = spanOf(state, begins[i] / 10, (begins[i] + tenths[i]) / 10);
     if (end < state.low || begin > state.high) continue;
     const x = chart.valToPos(begin, "x", true),
       width = Math.max(1, chart.valToPos(end, "x", true) - x);
