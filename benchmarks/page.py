@@ -11,7 +11,8 @@ page in a new context, offline:
 - hover: from a `mousemove` event at the chart until its handlers have run and the page is laid out again. The median,
   the 95th of 100, and the largest of 200, over the whole width.
 
-The page of 100 ops shows what the browser itself takes here. Goals: 20,000 ops in 1 MB, painted within 300 ms, a hover
+Where other work shares the cores, the least of the rounds is nearer to what a page takes than their median. The page of
+100 ops shows what the browser itself takes here. Goals: 20,000 ops in 1 MB, painted within 300 ms, a hover
 within 16 ms; 100,000 ops painted within 1 s. A goal that is missed is printed as such; the exit status is 0.
 """
 
@@ -54,7 +55,7 @@ HOVER = """() => {
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one page; times in milliseconds are medians over rounds."""
+    """The figures of one page; times in milliseconds are medians over rounds, or the least of them."""
 
     ops: int
     decisions: int
@@ -62,6 +63,8 @@ class Row:
     written_s: float
     paint_ms: float
     drawn_ms: float
+    least_paint_ms: float
+    least_drawn_ms: float
     hover_ms: float
     hover_95_ms: float
     hover_largest_ms: float
@@ -81,10 +84,9 @@ def main(
         "ops", "decisions", "MB", "written", "first paint", "drawn", "hover", "95th", "largest", title="pages"
     )
     for row in rows:
-        times = (
-            f"{each:.1f} ms"
-            for each in (row.paint_ms, row.drawn_ms, row.hover_ms, row.hover_95_ms, row.hover_largest_ms)
-        )
+        starts = ((row.paint_ms, row.least_paint_ms), (row.drawn_ms, row.least_drawn_ms))
+        times = [f"{middle:.0f} ms, least {least:.0f}" for middle, least in starts]
+        times += [f"{each:.1f} ms" for each in (row.hover_ms, row.hover_95_ms, row.hover_largest_ms)]
         shown.add_row(str(row.ops), str(row.decisions), f"{row.nbytes / 1e6:.3f}", f"{row.written_s:.2f} s", *times)
     console.print(shown)
     console.print("\n".join(line for row in rows for line in _verdict(row)) or "all goals are met")
@@ -99,8 +101,9 @@ def _row(chromium: Any, path: Path, ops: int, rounds: int) -> Row:
     written = process_time() - began
     taken = [_opened(chromium, path) for _ in range(rounds)]
     paint, drawn, *hovers = (median(column) for column in zip(*taken, strict=True))
+    least = [min(column) for column in list(zip(*taken, strict=True))[:2]]
     count = len(report.forecast.trace.ops)
-    return Row(count, len(report.plan), path.stat().st_size, written, paint, drawn, *hovers)
+    return Row(count, len(report.plan), path.stat().st_size, written, paint, drawn, *least, *hovers)
 
 
 def _opened(chromium: Any, path: Path) -> tuple[float, ...]:
