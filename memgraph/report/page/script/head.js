@@ -20,7 +20,7 @@ function legends() {
     [
       "measured",
       "dashed",
-      state.axis === "time" && plan.measured_us !== null && `measured step ${ms(plan.measured_us)}`,
+      state.axis === "time" && plan.measured_us !== null && `measured end of backward ${ms(plan.measured_us)}`,
     ],
     [
       "bound",
@@ -55,7 +55,11 @@ function figures() {
     ["Measured peak", other || plan.measured === null ? "not yet" : mb(plan.measured), ""],
     ["Budget", mb(other ? other.budget : plan.budget), ""],
     ["Step, forecast", us === null ? "no plan" : ms(us), us === null || !plan.as_it_is.us ? "" : longer + pages],
-    ["Step, measured", other || plan.measured_us === null ? "not yet" : ms(plan.measured_us), ""],
+    [
+      "Step, measured",
+      other || plan.measured_us === null ? "not yet" : ms(plan.measured_us),
+      other || plan.measured_us === null ? "" : "to the end of backward",
+    ],
     [
       "Proven bound",
       bound ? ms(bound) : "none",

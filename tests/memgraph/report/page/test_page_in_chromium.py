@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,3 +260,11 @@ def test_a_real_plan_has_a_page(opened: Open) -> None:
     page.page.click("#peak")
     op = report.forecast.trace.ops[report.forecast.peak_index]
     assert op.name in page.text("#said") and f"{report.peak / 1e6:.1f} MB on the device" in page.text("#said")
+
+
+def test_a_measured_time_is_said_to_end_with_backward(opened: Open) -> None:
+    page = opened(replace(long_report(12), measured_us=4567.0))
+    assert "4.6 ms\nto the end of backward" in page.text("#figures")
+    page.page.check("input[value=time]")
+    assert "measured end of backward 4.6 ms" in page.texts("#lines li")
+    assert page.page.evaluate("() => document.getElementById('memory').chart.scales.x.max") >= 4567.0
