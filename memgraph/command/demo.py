@@ -37,13 +37,14 @@ class Language(nn.Module):
 
 def demo(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 5,
 ) -> int:
     """Train a small transformer eagerly and under 60 % of its activations: equal losses, less memory.
 
     \b
         memgraph demo
-        memgraph demo -o plan.json && memgraph show plan.json
+        memgraph demo --html plan.html
     """
     tokens = torch.randint(0, CLASSES, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
     eager, model = _made(), _made()
@@ -60,6 +61,8 @@ def demo(
     if output is not None:
         output.write_text(compiled.plan.to_json())
         say(f"wrote {output}")
+    if html is not None:
+        say(f"wrote {compiled.plan.to_html(html)}")
     same = losses[0] == losses[1]
     print("the losses are equal to the bit" if same else "THE LOSSES DIFFER: please report it")
     return 0 if same else 1

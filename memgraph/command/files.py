@@ -15,23 +15,31 @@ import typer
 from ..report.report import Report
 from ..report.saved_plan import SavedPlan
 from ..report.verification import verify as verify_plan
-from .output import write
+from .output import say, write
 
 File = Annotated[Path, typer.Argument(metavar="PLAN.json", help="a file of `memgraph plan -o`, or Report.to_json()")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def show(file: File, as_json: Json = False) -> int:
+def show(
+    file: File,
+    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
+    beside: Annotated[Path | None, typer.Option(help="another plan file, which the page compares with")] = None,
+    as_json: Json = False,
+) -> int:
     """Print the report of a plan file.
 
     \b
         memgraph show plan.json
+        memgraph show today.json --html plan.html --beside yesterday.json
         memgraph show plan.json --json | jq .measured
 
     \b
     Exit codes: 0 it fits, 3 it was measured over its budget.
     """
     report = read_plan(file)
+    if html is not None:
+        say(f"wrote {report.to_html(html, beside=read_plan(beside) if beside else None)}")
     write(report, as_json)
     return 3 if (report.measured or report.peak) > report.budget else 0
 

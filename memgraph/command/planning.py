@@ -34,6 +34,7 @@ def plan(
     target: Target,
     budget: Annotated[str, typer.Option(help='bytes of the device, as "8GB", "8GiB" or 8000000000')],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
     trace: Annotated[Path | None, typer.Option(help="write the timeline to this file, for Perfetto")] = None,
     graphml: Annotated[Path | None, typer.Option(help="write the graph of the planned step to this file")] = None,
     time_limit: Limit = None,
@@ -45,7 +46,7 @@ def plan(
 
     \b
         memgraph plan train.py:setup --budget 8GB
-        memgraph plan train.py:setup --budget 8GB -o plan.json && memgraph show plan.json
+        memgraph plan train.py:setup --budget 8GB -o plan.json --html plan.html
         memgraph plan train.py:setup --budget 8GB --json | jq .peak
 
     \b
@@ -56,7 +57,7 @@ def plan(
     say("capturing the step")
     options = _options(time_limit, offload, slices="auto" if slices else None)
     report = plan_call(call.model, *call.args, budget=_number(budget), **options, **call.options)
-    _save(report, output, trace, graphml)
+    _save(report, output, html, trace, graphml)
     write(report, as_json)
     return 0
 
@@ -106,10 +107,12 @@ def _number(budget: str) -> str | float:
     return float(budget) if re.fullmatch(r"0?\.\d+|1\.0*", budget) else budget
 
 
-def _save(report: Report, output: Path | None, trace: Path | None, graphml: Path | None) -> None:
+def _save(report: Report, output: Path | None, html: Path | None, trace: Path | None, graphml: Path | None) -> None:
     if output is not None:
         output.write_text(report.to_json())
         say(f"wrote {output}")
+    if html is not None:
+        say(f"wrote {report.to_html(html)}")
     if trace is not None:
         trace.write_text(report.to_chrome_trace())
         say(f"wrote {trace}; open it at ui.perfetto.dev or chrome://tracing")

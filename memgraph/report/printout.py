@@ -35,11 +35,12 @@ def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
     forecast, blank = report.forecast, Text("")
     return Group(
-        Text(_verdict(report)), blank, _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
+        Text(verdict(report)), blank, _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
     )  # fmt: skip
 
 
-def _verdict(report: ReportData) -> str:
+def verdict(report: ReportData) -> str:
+    """Return the lines that say whether the step fits, what it takes, and what is proven."""
     plain = report.choice.captured
     lines = [
         _bytes(report),
@@ -231,13 +232,14 @@ def _decided(report: ReportData) -> RenderableType:
     if not report.plan:
         return Text("decided: nothing; the step fits as it is")
     lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
-    for row in sorted(_folded(_rows(report)), key=lambda row: -row.nbytes):
+    for row in sorted(_folded(row for _, row in decided(report)), key=lambda row: -row.nbytes):
         why = row.why if row.count == 1 else f"{row.count} x, {row.why}"
         lines.add_row(row.verb, row.fn, row.where, mb(row.nbytes), ms(row.us), why)
     return lines
 
 
-def _rows(report: ReportData) -> Iterator[Row]:
+def decided(report: ReportData) -> Iterator[tuple[str, Row]]:
+    """Yield each decided value with its row, in the order of the plan."""
     stalls, casts = _spent(report.forecast, FREE, WAIT), _spent(report.forecast, NARROW, WIDEN)
     for decision in report.plan:
         op = report.choice.captured.trace.op[decision.value]
@@ -245,13 +247,13 @@ def _rows(report: ReportData) -> Iterator[Row]:
             verb = f"offload as {decision.wire}" if decision.wire else "offload"
             nbytes = _held_nbytes(report, op.name)
             why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
-            yield Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
+            yield op.name, Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
         elif isinstance(decision, Stream):
             verb, updated = ("update there", ", and is updated there") if decision.on else ("stream", "")
             why = f"offloaded to {report.machine.tier}{updated}"
-            yield Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
+            yield op.name, Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
         elif isinstance(decision, Recompute) and op.makes:
-            yield Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_recomputed(report, op))
+            yield op.name, Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_recomputed(report, op))
 
 
 def _why_recomputed(report: ReportData, op: Op) -> str:

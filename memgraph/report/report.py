@@ -4,19 +4,25 @@ print(report)          fits: forecast 649.2 MB, measured 649.2 MB, budget 649.3 
 report.overhead        0.032
 report.to_json()       the plan as text, for `memgraph.compile(..., plan=text)` and `Report.from_json(text)`
 report.to_networkx()   the planned step as a graph, for drawing or analysis
+report.to_html("plan.html")   the planned step as a page for a browser
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
 from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
+from .budget_curve import Sweep
 from .chrome_trace import chrome_trace
+from .page.page import page
 from .plan_diff import PlanDiff, changes
 from .printout import printout
 from .report_data import ReportData
@@ -97,6 +103,22 @@ class Report(ReportData):
         for op, begin_us, nbytes in zip(forecast.trace.ops, forecast.begins, forecast.total, strict=False):
             graph.nodes[op.name].update(begin_us=begin_us, live_nbytes=int(nbytes), critical=op.name in longest)
         return graph
+
+    def to_html(
+        self, path: str | PathLike[str], *, sweep: Sweep | Sequence[ReportData] | None = None,
+        beside: ReportData | None = None,
+    ) -> Path:  # fmt: skip
+        """Write the planned step as one HTML file, which opens without a network, and return its path.
+
+        It shows memory over the step by kind, the queues, the life of each buffer, and the decisions.
+
+        Args:
+            sweep: what `memgraph.sweep` returned, or the reports of other budgets; the page gets a slider over them.
+            beside: another plan of the same step, to compare with.
+        """
+        written = Path(path)
+        written.write_text(page(self, sweep, beside), encoding="utf-8", newline="\n")
+        return written
 
     def __str__(self) -> str:
         return printed(self)

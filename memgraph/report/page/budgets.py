@@ -1,0 +1,48 @@
+"""The budgets between which the slider of a page moves, and the plans that it shows for them.
+
+budgets(report, sweep)   ->   [{"budget": 500e6, "plan": 1}, {"budget": 649e6, "plan": 0}], [report, ...]
+
+A `Sweep` has figures for each budget, and no plans: then the slider moves the figures only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..budget_curve import Point, Sweep, point_of_plan
+from ..report_data import ReportData
+
+
+def budgets(
+    report: ReportData, sweep: Sweep | Sequence[ReportData] | None
+) -> tuple[list[dict[str, Any]], list[ReportData]]:
+    """Return the stops of the slider, the smallest budget first, and the plans that they number.
+
+    Raises:
+        TypeError: `sweep` is neither a Sweep nor reports.
+    """
+    own = _stop(point_of_plan(report.budget, report.choice), 0)
+    if sweep is None:
+        return [], [report]
+    if isinstance(sweep, Sweep):
+        others = [_stop(point, None) for point in sweep.points if point.budget != report.budget]
+        return _sorted([own, *others]), [report]
+    plans = [report, *(each for each in sweep if each is not report)]
+    if wrong := [each for each in plans if not isinstance(each, ReportData)]:
+        raise TypeError(
+            f"sweep is a {type(wrong[0]).__name__}: give a memgraph.Sweep, or the reports of several budgets"
+        )
+    return _sorted(_stop(point_of_plan(each.budget, each.choice), i) for i, each in enumerate(plans)), plans
+
+
+def _stop(point: Point, plan: int | None) -> dict[str, Any]:
+    """Return a point as JSON; an infinite time is null."""
+    facts = {name: None if fact == math.inf else fact for name, fact in asdict(point).items()}
+    return {**facts, "plan": plan}
+
+
+def _sorted(stops: Any) -> list[dict[str, Any]]:
+    return sorted(stops, key=lambda stop: stop["budget"])

@@ -1,0 +1,154 @@
+// What is on the device at an op, and the story of one buffer: its life, its decision, and the price of the others.
+
+/** Return the lifetimes that are on the device while an op runs, the largest first. */
+function liveAt({ lives }, op) {
+  const found = [];
+  for (let i = 0; i < lives.count; i++)
+    if (lives.first[i] <= op && op <= lives.first[i] + lives.length[i] && lives.nbytes[i] > 0) found.push(i);
+  return found.sort((a, b) => lives.nbytes[b] - lives.nbytes[a]);
+}
+
+/** Return how many are on the device while an op runs, and the `most` largest of them; without a sort of all. */
+function largestAt({ lives }, op, most) {
+  const { first, length, nbytes } = lives,
+    found = [];
+  let count = 0;
+  for (let i = 0; i < lives.count; i++) {
+    if (first[i] > op || op > first[i] + length[i] || nbytes[i] === 0) continue;
+    count++;
+    if (found.length === most && nbytes[i] <= nbytes[found[most - 1]]) continue;
+    let at = found.length < most ? found.length : most - 1;
+    while (at > 0 && nbytes[found[at - 1]] < nbytes[i]) found[at] = found[--at];
+    found[at] = i;
+  }
+  return { count, found };
+}
+
+/** Return the value that a lifetime is of: the op that made it first. */
+const valueOf = (plan, life) => plan.ops.of[plan.lives.maker[life]];
+
+/** Return a name for people: the module, or the function where there is none. */
+function titleOf(plan, op) {
+  const { module } = placeOf(plan.where(op)),
+    fn = plan
+      .fn(op)
+      .replace(/^(aten|memgraph)\./, "")
+      .replace(/\.default$/, "");
+  return module ? `${module} · ${fn}` : `${plan.name(op)} · ${fn}`;
+}
+
+/** Return why a buffer is where it is, as {verb, why}. */
+function reasonOf(plan, life, kinds) {
+  const value = valueOf(plan, life),
+    rows = decisionsByOp(plan).get(value),
+    kind = kinds[plan.lives.kind[life]];
+  if (rows) {
+    const first = plan.decision(rows[0]),
+      us = rows.reduce((sum, row) => sum + plan.decision(row).us, 0);
+    const costs = first.verb === "recompute" ? `running it again takes ${ms(us)}` : `compute loses ${ms(us)} to it`;
+    return { verb: first.verb, why: `${costs}; ${first.why}`, decision: first };
+  }
+  if (kind === "gradient") return { verb: "keep", why: "a gradient, which the step hands to the optimizer" };
+  if (plan.ops.phase[value] === 0 && ["parameter", "buffer", "input", "state", "tangent"].includes(plan.fn(value)))
+    return { verb: "keep", why: `an input of the step, which no decision streams` };
+  if (kind === "output") return { verb: "keep", why: "an output of the step, which the caller has" };
+  if (kind === "activation")
+    return {
+      verb: "keep",
+      why: "made in forward and read in backward; the plan fits the budget with it on the device",
+    };
+  return { verb: "keep", why: "made and read close together; it is freed after its last read" };
+}
+
+/** Return what the choices that were not taken would cost, as {verb, us, text}, the cheapest first. */
+function othersOf(plan, life, kinds, reason) {
+  const { lives, ops } = plan,
+    value = valueOf(plan, life),
+    nbytes = reason.decision?.nbytes ?? lives.nbytes[life],
+    { link } = plan;
+  const kind = kinds[lives.kind[life]],
+    fn = plan.fn(value),
+    others = [];
+  const isInput = ["parameter", "buffer", "input", "state", "tangent", "gradient"].includes(fn),
+    streams = plan.streams[fn];
+  if (reason.verb === "keep" && kind !== "activation" && !streams) return [];
+  if (reason.verb !== "keep")
+    others.push({ verb: "keep", us: 0, text: `no time, but ${mb(nbytes)} more on the device until it is read` });
+  const again = reason.decision ? reason.decision.again : ops.once[value] ? null : ops.tenths[value] / 10;
+  if (!isInput && again !== null && reason.verb !== "recompute")
+    others.push({
+      verb: "recompute",
+      us: again,
+      text: `${ms(again)} to run ${plan.fn(value)} again, and what it reads has to be there`,
+    });
+  if (link && (!isInput || streams) && !/^(offload|stream|update)/.test(reason.verb)) {
+    const us = nbytes / link.out + nbytes / link.back,
+      lost = 2 * link.call_us + 2 * nbytes * link.us_per_byte,
+      costs = lost ? `; ${ms(lost)} of compute are lost to them` : "";
+    const verb = isInput ? "stream" : "offload";
+    others.push({
+      verb,
+      us,
+      text: `${ms(us)} for the copies out and back, which may hide behind compute` + costs,
+    });
+  }
+  return others.sort((a, b) => (a.verb === "keep") - (b.verb === "keep") || a.us - b.us);
+}
+
+/** Return the other lifetimes of the same value: before it was dropped, or after it was restored. */
+function sameValue(plan, life) {
+  const value = valueOf(plan, life),
+    found = [];
+  for (let i = 0; i < plan.lives.count; i++) if (valueOf(plan, i) === value && plan.lives.nbytes[i] > 0) found.push(i);
+  return found;
+}
+
+/** Return the elements that tell the story of a buffer. */
+function storyOf(plan, life, kinds) {
+  const { lives } = plan,
+    maker = lives.maker[life],
+    value = valueOf(plan, life),
+    first = lives.first[life],
+    last = first + lives.length[life];
+  const reason = reasonOf(plan, life, kinds),
+    others = othersOf(plan, life, kinds, reason),
+    { module, line } = placeOf(plan.where(value));
+  const span = (i) => `op ${lives.first[i] + 1} to ${lives.first[i] + lives.length[i] + 1}`;
+  const parts = sameValue(plan, life);
+  const list = (rows) =>
+    el(
+      "ul",
+      null,
+      ...rows.map(({ verb, text }, i) =>
+        el("li", null, el("strong", null, verb), `${i === 0 && verb !== "keep" ? " (next best)" : ""}: ${text}`),
+      ),
+    );
+  return [
+    el("h3", null, `Buffer ${plan.name(maker)}`),
+    el(
+      "dl",
+      { class: "facts" },
+      ...facts([
+        ["bytes", `${mb(lives.nbytes[life])} of ${kinds[lives.kind[life]]}`],
+        ["type", plan.type(maker)],
+        ["made by", plan.fn(maker)],
+        ["module", module],
+        ["line", line],
+        ["life", `${span(life)} of ${plan.count}, from ${ms(plan.begins[first])} to ${ms(plan.begins[last + 1])}`],
+        ["freed after", last + 1 < plan.count ? `${plan.name(last)} · ${plan.fn(last)}` : "the step"],
+        [
+          "also",
+          parts
+            .filter((i) => i !== life)
+            .map(span)
+            .slice(0, 4)
+            .join(", "),
+        ],
+      ]),
+    ),
+    el("p", null, el("strong", null, `${reason.verb}: `), reason.why, "."),
+    ...(others.length
+      ? [el("p", null, "Instead:"), list(others)]
+      : [el("p", { class: "quiet" }, "There is no other choice for it.")]),
+  ];
+}
