@@ -91,6 +91,6 @@ def links(page: Path) -> Iterator[str]:
 def leads(page: Path, link: str) -> bool:
     name, _, place = link.partition("#")
     target = page.parent / name if name else page
-    headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if target.is_file() else []
+    headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
     anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
     return target.exists() and (not place or place in anchors)
