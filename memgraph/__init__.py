@@ -47,7 +47,10 @@ with paused_collector():  # what an import makes stays
     from .storage.pinned_pool import PinnedError
     from .storage.spill_file import SpillError
     from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
+    from .system.pass_log import show_log
     from .tensors.buckets import pad_to_buckets
+
+show_log()
 
 __all__ = [
     "OSS",

@@ -34,13 +34,13 @@ from .simulate.forecast import predict
 from .simulate.plan_result import PlanResult, Proposal
 
 Find = Callable[[Trace, Machine, float], Plan | Proposal]  # ends at that time, as `time.monotonic` has it
-Log = Callable[[str], None]
+Log = Callable[[str, PlanResult], None]  # the name of a pass, and the best plan behind it
 
 GOOD_GAP = 0.02  # no further pass runs once the gap is as small
 FAIR_GAP = 0.05  # nor does a search, which takes seconds
 
 
-def quiet(line: str) -> None:
+def quiet(name: str, best: PlanResult) -> None:
     """Log nothing."""
 
 
@@ -120,7 +120,7 @@ def make_plan(
     until = time.monotonic() + seconds
     captured = lowest = _unplanned(trace, machine)
     timed_out = False
-    log(f"{'captured':<16} {captured.forecast}")
+    log("captured", captured)
     if captured.forecast.peak <= machine.budget:
         return captured
     by_section = order_by_section(trace, machine)
@@ -172,7 +172,7 @@ def _run(
         is_cut = is_cut or time.monotonic() >= ends
         proposal = _retimed(found, trace, machine, until)
         best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
-        log(f"{each.name:<16} {best.forecast}")
+        log(each.name, best)
     return best, is_cut
 
 

@@ -22,6 +22,7 @@ from passes.simulate.plan_result import try_plan
 from ..options.compile_options import CompileOptions
 from ..report.reuse_plan import reuse_plan
 from ..runtime.released_outputs import most_released
+from ..system.pass_log import PassLog
 from .plan_cache import cached_plan, remember
 from .progress import Progress
 
@@ -84,7 +85,7 @@ class PlanSearch:
     def _run_passes(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return the plan of the passes; only a limit that was given leaves a budget without one for want of time."""
         try:
-            return make_plan(trace, machine, log=self.progress.done, seconds=self._left(self.until))
+            return make_plan(trace, machine, log=PassLog(self.progress.done), seconds=self._left(self.until))
         except passes.BudgetError as error:
             late = self.until + FITTING_S
             is_bounded = self.options.time_limit is not None or time.monotonic() >= late
@@ -93,7 +94,7 @@ class PlanSearch:
             if PlanProblem(ReuseGaps(trace), machine).least_nbytes > machine.budget:
                 raise  # it is proven that none fits
             LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
-            return make_plan(trace, machine, log=self.progress.done, seconds=self._left(late))
+            return make_plan(trace, machine, log=PassLog(self.progress.done), seconds=self._left(late))
 
     def _left(self, until: float) -> float:
         return max(0.0, until - time.monotonic())

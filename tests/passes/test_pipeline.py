@@ -113,7 +113,11 @@ def make_a_again(trace: Trace, machine: Machine, until: float) -> Plan:
 
 def test_passes_run_in_order_until_one_fits() -> None:
     lines: list[str] = []
-    choice = make_plan(STEP, Machine(FLOOR), tuple(map(Pass, (keep_all, make_a_again, keep_all))), lines.append)
+
+    def log(name: str, best: PlanResult) -> None:
+        lines.append(f"{name:<16} {best.forecast}")
+
+    choice = make_plan(STEP, Machine(FLOOR), tuple(map(Pass, (keep_all, make_a_again, keep_all))), log)
     assert choice.plan == (Recompute("a", before="q"),)
     assert_expected_inline(
         "\n".join(lines) + "\n",
