@@ -1,16 +1,16 @@
-"""A model without bytes, from a configuration of Hugging Face's.
+"""A model without bytes and its call, from a configuration of Hugging Face's.
 
-described_model("llama")              the stock configuration of a model type: 6.7B parameters
-described_model("my/config.json")     a folder, or a file
-described_model("Qwen/Qwen3-8B")      a name of the hub: in the local cache, or over the network
+config_model("llama", ...)              the stock configuration of a type of model: 6.7B parameters
+config_model("my/config.json", ...)     a folder, or a file
+config_model("Qwen/Qwen3-8B", ...)      a name of the hub: in the local cache, or over the network
 
-Its parameters are on device "meta": nothing is downloaded but the configuration, and nothing is allocated.
+Parameters are on device "meta": nothing is downloaded but the configuration, and nothing is allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,34 +20,35 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True, eq=False)
-class DescribedModel:
-    """A model of device "meta", and its calls.
-
-    Attributes:
-        arguments: positional and keyword arguments for a number of samples and tokens.
-        optimizer: counted with the step.
-        longest: the most tokens that it takes; None if its configuration does not say.
-        title: what to call it.
-    """
+class ModelCall:
+    """A module, and the arguments that it is called with; tensors of device "meta" have no bytes."""
 
     model: nn.Module
-    arguments: Callable[[int, int], Arguments]
-    title: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedModel:
+    """A model whose call can have any size.
+
+    Attributes:
+        call: makes the call for a number of samples and a number of tokens.
+        title: what to call it.
+        longest: the most tokens that it takes; None if its configuration does not say.
+    """
+
+    call: Callable[[int, int], ModelCall]
+    title: str
     longest: int | None = None
 
-    @property
-    def numel(self) -> int:
-        """The number of its parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
-
-def described_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedModel:
+def config_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedModel:
     """Return the causal language model of a configuration, called with labels.
 
     Args:
@@ -59,9 +60,14 @@ def described_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedM
     """
     config = _config(name)
     model = _made(config, dtype, name)
+    updates = optimizer_of(model, optimizer)
+
+    def call(batch: int, seq: int) -> ModelCall:
+        ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
+        return ModelCall(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, updates)
+
     longest = next((getattr(config, key) for key in POSITIONS if getattr(config, key, None)), None)
-    title = f"{type(model).__name__} of {name}"
-    return DescribedModel(model, _labelled, title, optimizer_of(model, optimizer), longest)
+    return DescribedModel(call, f"{type(model).__name__} of {name}", longest)
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
@@ -70,11 +76,6 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
     if name == "none" or not trained:
         return None
     return torch.optim.AdamW(trained) if name == "adamw" else torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
-
-
-def _labelled(batch: int, seq: int) -> Arguments:
-    ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
-    return (), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
 def _config(name: str) -> PreTrainedConfig:
@@ -90,10 +91,10 @@ def _config(name: str) -> PreTrainedConfig:
             return AutoConfig.for_model(name)
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"there is no configuration {name!r}: it is no folder or file here, no type of model that transformers "
-            f"knows (as llama, gpt2), and neither the local cache nor the network has it ({first}). Download its "
+            f"knows (as llama or gpt2), and neither the local cache nor the network has it ({reason}). Download its "
             "config.json alone, and give that file"
         ) from error
 
@@ -102,11 +103,11 @@ def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
     """Return the model of a configuration, ready to train.
 
     Raises:
-        ValueError: it is no causal language model, or can't be built without weights.
+        ValueError: it has no causal language model.
     """
     import transformers
 
-    known = [getattr(transformers, each, None) for each in config.architectures or ()]
+    known = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
     named = next((each for each in known if each is not None and "CausalLM" in each.__name__), None)
     try:
         with torch.device("meta"):

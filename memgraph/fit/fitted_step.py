@@ -1,6 +1,6 @@
 """Plan the step of a model without bytes for a device that is not here.
 
-fitted = capture_fit(model, args, kwargs, optimizer, read_profile("h200"), budget)
+fitted = capture_fit(ModelCall(model, args, kwargs, optimizer), read_profile("h200"), budget)
 fitted.plan(seconds=10)   ->   Report: fits: forecast 23.9 GB, budget 24.0 GB ...
 fitted.smallest_plan()    ->   the same from the quick passes, for a search over sizes
 
@@ -9,11 +9,8 @@ Bytes are those of fake tensors, as in any forecast. Times come from the profile
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from passes import Machine, PlanResult, Streaming, Trace, make_plan
@@ -30,6 +27,7 @@ from ..profile.library_workspaces import with_libraries
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.planning_process import planning
+from .described_model import ModelCall
 from .device_profile import DeviceProfile
 from .fake_update import FakeUpdate, fake_update
 from .profile_prices import ProfilePrices, in_blocks
@@ -59,24 +57,20 @@ class FittedStep:
         return Report(self.machine, result, counted=self.counted)
 
 
-def capture_fit(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: torch.optim.Optimizer | None,
-    profile: DeviceProfile, budget: int,
-) -> FittedStep:  # fmt: skip
-    """Capture and price the step of a call for a budget of a device.
-
-    Args:
-        model: parameters of device "meta" have no bytes; real ones are not read either.
+def capture_fit(call: ModelCall, profile: DeviceProfile, budget: int) -> FittedStep:
+    """Capture and price the step of a call for a budget of a device; real parameters are not read either.
 
     Raises:
         CaptureError: the model can't be captured.
         UpdateError: the optimizer can't step on tensors without values.
     """
+    model, optimizer = call.model, call.optimizer
     options = parse_options(budget, optimizer=optimizer, accumulate=False, opaque=False, lower=None)
     with planning(CPU):
         state = optimizer_state(model, options, CPU)
         target = Target(CPU, budget, None, None, None, lowers=False)
-        graph = capture_step(Call(model, args, dict(kwargs), options.outputs), lambda: target, state, options, None)
+        step = Call(model, call.args, dict(call.kwargs), options.outputs)
+        graph = capture_step(step, lambda: target, state, options, None)
         prices = ProfilePrices(profile)
         trace = with_libraries(in_blocks(graph.summarize(prices), profile.block), profile.libraries)
         machine = profile.machine(budget)
