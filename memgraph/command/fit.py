@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from passes import BudgetError
+
 from ..fit.described_model import DescribedModel, ModelCall, config_model
 from ..fit.device_profile import DeviceProfile, profile_names, read_profile
 from ..fit.fit_result import FitResult
-from ..fit.fitted_step import FittedStep, capture_fit
+from ..fit.fitted_step import FittedStep, Fitting
 from ..fit.largest import Largest, largest
+from ..fit.other_sizes import guessed_trace
 from ..guards.module_proxy import WithLoss
 from ..report.report import Report
 from ..system.byte_sizes import nbytes_within
@@ -84,14 +88,8 @@ def fit(
     allowed = _budget(budget, profile)
     say(f"loading {target}")
     described = _described(target, getattr(torch, dtype), str(optimizer), most)
-    given = {"batch": batch, "seq": seq}
-    captured = partial(_captured, described, profile, allowed)
-    if most is None:
-        result = _result(described, profile, given, captured(given).plan(time_limit))
-    else:
-        found = _largest(captured, described, given, most, step, allowed)
-        given = {**given, most: found.size}
-        result = _result(described, profile, given, found.report, str(most), found)
+    sized = _Sized(described, Fitting(profile, allowed), {"batch": batch, "seq": seq})
+    result = sized.planned(time_limit) if most is None else sized.largest(str(most), step)
     if output is not None:
         output.write_text(result.report.to_json())
         say(f"wrote {output}")
@@ -135,25 +133,45 @@ def _made(factory: Callable[..., Any], takes: list[str], target: str, batch: int
     return ModelCall(model, call.args, call.kwargs, call.optimizer)
 
 
-def _captured(described: DescribedModel, profile: DeviceProfile, budget: int, given: dict[str, int]) -> FittedStep:
-    say(f"capturing batch {given['batch']}, seq {given['seq']}")
-    return capture_fit(described.call(**given), profile, budget)
+class _Sized:
+    """Steps of one model by size."""
 
+    def __init__(self, described: DescribedModel, fitting: Fitting, given: dict[str, int]) -> None:
+        self.described, self.fitting, self.given = described, fitting, given
+        self.known: dict[int, FittedStep] = {}
 
-def _largest(
-    captured: Callable[[dict[str, int]], FittedStep], described: DescribedModel, given: dict[str, int], most: Sought,
-    step: int | None, budget: int,
-) -> Largest:  # fmt: skip
-    def tried(size: int) -> Report:
-        return captured({**given, most: size}).smallest_plan()
+    def planned(self, seconds: float) -> FitResult:
+        """Return the answer for the given sizes."""
+        return self._result(self._captured(self.given).plan(seconds))
 
-    by = step or (1 if most is Sought.BATCH else 64)
-    return largest(tried, budget, given[most], by, described.longest if most is Sought.SEQ else None)
+    def largest(self, sought: str, step: int | None) -> FitResult:
+        """Return the answer for the largest batch or number of tokens that fits."""
+        first, by = self.given[sought], step or (1 if sought == "batch" else 64)
+        limit = self.described.longest if sought == "seq" else None
 
+        def tried(size: int) -> Report:
+            self.known[size] = self._captured({**self.given, sought: size})
+            return self.known[size].smallest_plan()
 
-def _result(
-    described: DescribedModel, profile: DeviceProfile, given: dict[str, int], report: Report, sought: str = "",
-    found: Largest | None = None,
-) -> FitResult:  # fmt: skip
-    count = sum(parameter.numel() for parameter in described.call(**given).model.parameters())
-    return FitResult(report, described.title, count, given, profile, sought, found)
+        found = largest(tried, self._is_likely, first, by, limit)
+        self.given = {**self.given, sought: found.size}
+        return self._result(found.report, sought, found)
+
+    def _is_likely(self, size: int) -> bool:
+        """Guess whether a size fits; without a guess, where a step is not known, it does not."""
+        trace = guessed_trace({size: step.trace for size, step in self.known.items()}, size)
+        if trace is None:
+            return False
+        try:
+            return bool(replace(next(iter(self.known.values())), trace=trace).smallest_plan().peak)
+        except BudgetError:
+            return False
+
+    def _captured(self, sizes: dict[str, int]) -> FittedStep:
+        say(f"capturing {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+        return self.fitting(self.described.call(**sizes))
+
+    def _result(self, report: Report, sought: str = "", found: Largest | None = None) -> FitResult:
+        count = sum(parameter.numel() for parameter in self.described.call(**self.given).model.parameters())
+        given = (self.described.title, count, self.given, self.fitting.profile)
+        return FitResult(report, *given, sought, found)

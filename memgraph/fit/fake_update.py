@@ -20,8 +20,11 @@ from torch.utils._pytree import tree_leaves
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..opaque.live_bytes import LiveBytes
-from ..optim.optimizer_clone import clone_optimizer
+from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
+from ..optim.optimizer_clone import STEPS, clone_optimizer
 from ..system.device import CPU
+
+ALIKE = (optim.Adam, optim.AdamW, optim.SGD)  # all steps but the first allocate alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +36,14 @@ class FakeUpdate:
         fakes: the fake of each of its parameters.
         states: bytes of all states.
         workspace: the most bytes that an update allocates and frees.
+        window: the same where everything is offloaded; None if nothing can be.
     """
 
     optimizer: optim.Optimizer
     fakes: Mapping[Tensor, Tensor]
     states: int
     workspace: int
+    window: int | None
 
 
 def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate:
@@ -61,7 +66,7 @@ def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate
             "states to what is forecast"
         ) from error
     clone.state.clear()
-    return FakeUpdate(clone, fakes, states, workspace)
+    return FakeUpdate(clone, fakes, states, workspace, _window(clone, list(fakes.values()), kind))
 
 
 def _fake(parameter: Tensor) -> Tensor:
@@ -79,6 +84,13 @@ def _on_device(group: Mapping[str, Any], fakes: Mapping[Tensor, Tensor], kind: s
     return {**group, "params": [fakes[p] for p in group["params"]], **together}
 
 
+def _window(optimizer: optim.Optimizer, fakes: Sequence[Tensor], kind: str) -> int | None:
+    if not OffloadedUpdate(optimizer).can_stream:
+        return None
+    trained = [fake for fake in fakes if fake.requires_grad]
+    return fake_update_nbytes(optimizer, trained, kind == "cuda")
+
+
 def _stepped(
     optimizer: optim.Optimizer, parameters: Sequence[Tensor], rounded: Callable[[int], int]
 ) -> tuple[int, int]:
@@ -89,7 +101,8 @@ def _stepped(
     states = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
     sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in states}
     with _Meter([*known, *states], rounded) as later, torch.no_grad():
-        type(optimizer).step(optimizer)  # type: ignore[call-arg]
+        for _ in range(1 if type(optimizer) in ALIKE else STEPS - 1):
+            type(optimizer).step(optimizer)  # type: ignore[call-arg]
     return sum(map(rounded, sizes.values())), int(later.live.peak)
 
 

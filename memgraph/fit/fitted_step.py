@@ -1,6 +1,6 @@
 """Plan the step of a model without bytes for a device that is not here.
 
-fitted = capture_fit(ModelCall(model, args, kwargs, optimizer), read_profile("h200"), budget)
+fitted = Fitting(read_profile("h200"), budget)(ModelCall(model, args, kwargs, optimizer))
 fitted.plan(seconds=10)   ->   Report: fits: forecast 23.9 GB, budget 24.0 GB ...
 fitted.smallest_plan()    ->   the same from the quick passes, for a search over sizes
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from passes import Machine, PlanResult, Streaming, Trace, make_plan
 from passes.pipeline import FITTING
 
-from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.update_cost import add_update_op, parameter_values
 from ..options.compile_options import parse_options
 from ..planning.capture_step import capture_step
@@ -57,29 +57,45 @@ class FittedStep:
         return Report(self.machine, result, counted=self.counted)
 
 
-def capture_fit(call: ModelCall, profile: DeviceProfile, budget: int) -> FittedStep:
-    """Capture and price the step of a call for a budget of a device; real parameters are not read either.
+class Fitting:
+    """Captures and prices steps of one optimizer or none for a budget of a device."""
 
-    Raises:
-        CaptureError: the model can't be captured.
-        UpdateError: the optimizer can't step on tensors without values.
-    """
-    model, optimizer = call.model, call.optimizer
-    options = parse_options(budget, optimizer=optimizer, accumulate=False, opaque=False, lower=None)
-    with planning(CPU):
-        state = optimizer_state(model, options, CPU)
-        target = Target(CPU, budget, None, None, None, lowers=False)
-        step = Call(model, call.args, dict(call.kwargs), options.outputs)
-        graph = capture_step(step, lambda: target, state, options, None)
-        prices = ProfilePrices(profile)
-        trace = with_libraries(in_blocks(graph.summarize(prices), profile.block), profile.libraries)
-        machine = profile.machine(budget)
-        if optimizer is None:
-            streamed = Streaming(enabled=machine.link.works)
-            return FittedStep(trace, replace(machine, streaming=streamed), counted=False)
-        update = fake_update(optimizer, profile.kind, profile.block)
-        trace = _with_update(trace, graph, model, update, prices)
-        return FittedStep(trace, _with_windows(machine, update), counted=True)
+    def __init__(self, profile: DeviceProfile, budget: int) -> None:
+        self.profile, self.budget, self.prices = profile, budget, ProfilePrices(profile)
+        self._known: tuple[torch.optim.Optimizer, FakeUpdate] | None = None
+
+    def __call__(self, call: ModelCall) -> FittedStep:
+        """Return the step of a call; real parameters are not read either.
+
+        Raises:
+            CaptureError: the model can't be captured.
+            UpdateError: the optimizer can't step on tensors without values.
+        """
+        model, optimizer, profile = call.model, call.optimizer, self.profile
+        with planning(CPU):
+            graph = _captured(call, self.budget)
+            trace = in_blocks(graph.summarize(self.prices), profile.block)
+            trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
+            if optimizer is None:
+                return FittedStep(trace, replace(machine, streaming=Streaming(machine.link.works)), counted=False)
+            update = self._update(optimizer)
+            trace = _with_update(trace, graph, model, update, self.prices)
+            if machine.link.works and update.window is not None:
+                machine = replace(machine, streaming=Streaming(True, window=update.window))
+            return FittedStep(trace, machine, counted=True)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> FakeUpdate:
+        if self._known is None or self._known[0] is not optimizer:
+            self._known = optimizer, fake_update(optimizer, self.profile.kind, self.profile.block)
+        return self._known[1]
+
+
+def _captured(call: ModelCall, budget: int) -> StepGraph:
+    options = parse_options(budget, optimizer=call.optimizer, accumulate=False, opaque=False, lower=None)
+    state = optimizer_state(call.model, options, CPU)
+    target = Target(CPU, budget, None, None, None, lowers=False)
+    step = Call(call.model, call.args, dict(call.kwargs), options.outputs)
+    return capture_step(step, lambda: target, state, options, None)
 
 
 def _with_update(
@@ -96,11 +112,3 @@ def _with_update(
     nbytes = 2 * update.states + 3 * sum(p.nbytes for p in trained.parameters)  # gradients are only read
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=prices.copied_us(nbytes))))
 
-
-def _with_windows(machine: Machine, update: FakeUpdate) -> Machine:
-    """Return the machine with room for an update in windows, if the optimizer can run in such."""
-    windowed = OffloadedUpdate(update.optimizer)
-    if not machine.link.works or not windowed.can_stream:
-        return machine
-    trained = [fake for fake in update.fakes.values() if fake.requires_grad]
-    return replace(machine, streaming=Streaming(True, window=windowed.peak_nbytes(trained)))

@@ -1,9 +1,8 @@
 """The largest size whose step fits a budget, and the next one, which does not.
 
-largest(tried, first=1)   ->   Largest(12, report of 12, 13, 25.1 GB)
+largest(tried, likely, first=1)   ->   Largest(12, report of 12, 13, 25.1 GB, 4 tried)
 
-A size is tried by capturing its step and planning it, so few are: as bytes grow about linearly, the next size is where
-a line through two known ones meets the budget, and every other time the middle.
+To try a size is to capture its step and to plan it, so few are tried. In between, `likely` guesses from those.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from passes import BudgetError
 
 from ..report.report import Report
 
-GROWTH = 4  # the most by which a size grows at once
+FARTHEST = 1 << 20  # steps of a size that a guess goes to
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,70 +25,78 @@ class Largest:
         report: its plan.
         next: the next size.
         next_nbytes: the fewest bytes for which a plan of that was found; 0 if `size` is the limit.
-        tried: the number of sizes that were planned.
+        tried: the sizes that were captured and planned.
     """
 
     size: int
     report: Report
     next: int
     next_nbytes: int
-    tried: int
-
-
-class _Sizes:
-    """The sizes that were tried, in steps."""
-
-    def __init__(self, tried: Callable[[int], Report], step: int) -> None:
-        self.tried, self.step = tried, step
-        self.fits: dict[int, Report] = {}
-        self.needs: dict[int, int] = {}
-        self.refused: BudgetError | None = None
-
-    def fit(self, steps: int) -> bool:
-        """Return True if the step of so many steps of size fits."""
-        try:
-            report = self.tried(steps * self.step)
-        except BudgetError as error:
-            self.needs[steps] = error.smallest
-            self.refused = error
-            return False
-        self.fits[steps], self.needs[steps] = report, report.peak
-        return True
-
-    def met(self, low: int, high: int, budget: int) -> int:
-        """Return where a line through two sizes meets the budget."""
-        slope = (self.needs[high] - self.needs[low]) / (high - low)
-        return low + int((budget - self.needs[low]) / slope) if slope > 0 else high * GROWTH
+    tried: tuple[int, ...]
 
 
 def largest(
-    tried: Callable[[int], Report], budget: int, first: int = 1, step: int = 1, limit: int | None = None
-) -> Largest:
+    tried: Callable[[int], Report], likely: Callable[[int], bool], first: int = 1, step: int = 1,
+    limit: int | None = None,
+) -> Largest:  # fmt: skip
     """Return the largest multiple of `step` that fits, with the next one.
 
     Args:
         tried: plans the step of a size; it raises a BudgetError if none fits.
+        likely: guesses whether a size fits, from those that were tried.
         first: the size to begin with.
         limit: the largest size that is allowed.
 
     Raises:
         BudgetError: not even `step` fits.
     """
-    sizes, most = _Sizes(tried, step), None if limit is None else max(1, limit // step)
-    steps = max(1, first // step) if most is None else max(1, min(first // step, most))
-    low, high = (steps, None) if sizes.fit(steps) else (0, steps)
-    while high is None and low != most:
-        known = [each for each in sizes.needs if each < low]
-        guess = sizes.met(max(known), low, budget) if known else 2 * low
-        steps = max(low + 1, min(guess, GROWTH * low, low * GROWTH if most is None else most))
-        low, high = (steps, None) if sizes.fit(steps) else (low, steps)
-    middle = True
-    while high is not None and high - low > 1:
-        steps = (low + high) // 2 if middle or not low else sizes.met(low, high, budget)
-        steps, middle = max(low + 1, min(steps, high - 1)), not middle
-        low, high = (steps, high) if sizes.fit(steps) else (low, steps)
-    if not low:
-        assert sizes.refused is not None
-        raise sizes.refused
-    after = low + 1 if high is None else high
-    return Largest(low * step, sizes.fits[low], after * step, sizes.needs.get(after, 0), len(sizes.needs))
+    search = _Search(tried, likely, step, FARTHEST if limit is None else max(1, limit // step))
+    start = max(1, min(max(2, first // step), search.most))  # a batch of one has fewer ops, which says less of others
+    search.attempt(start)
+    search.attempt(2 * start if search.low else max(1, start // 2))
+    while search.low + 1 < search.high:
+        search.attempt(search.guess())
+    return search.found()
+
+
+class _Search:
+    """What is known: `low` steps fit, `high` do not."""
+
+    def __init__(self, tried: Callable[[int], Report], likely: Callable[[int], bool], step: int, most: int) -> None:
+        self.tried, self.likely, self.step, self.most = tried, likely, step, most
+        self.low, self.high = 0, most + 1
+        self.fits: dict[int, Report] = {}
+        self.refused: dict[int, BudgetError] = {}
+
+    def attempt(self, steps: int) -> None:
+        """Plan for a size between those that are known."""
+        if not self.low < steps < self.high:
+            return
+        try:
+            self.fits[steps] = self.tried(steps * self.step)
+            self.low = steps
+        except BudgetError as error:
+            self.refused[steps] = error
+            self.high = steps
+
+    def guess(self) -> int:
+        """Return the largest size that is likely to fit."""
+        low, high = self.low, self.high
+        reach = max(1, low)
+        while high == self.high and low + reach < high:  # no size is likely not to fit yet
+            if self.likely((low + reach) * self.step):
+                low, reach = low + reach, 2 * reach
+            else:
+                high = low + reach
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.likely(middle * self.step) else (low, middle)
+        return max(self.low + 1, low)
+
+    def found(self) -> Largest:
+        if not self.low:
+            raise self.refused[1]
+        error = self.refused.get(self.high)
+        nbytes, tried = error.smallest if error else 0, (*self.fits, *self.refused)
+        sizes = tuple(steps * self.step for steps in sorted(tried))
+        return Largest(self.low * self.step, self.fits[self.low], self.high * self.step, nbytes, sizes)
