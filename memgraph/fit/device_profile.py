@@ -38,6 +38,7 @@ class DeviceProfile:
         link: fields of `passes.Link`, with bytes per second `out` and `back`; without them nothing is offloaded.
         libraries: bytes that cuBLAS keeps.
         op_us: microseconds that the smallest op takes.
+        workspaces: workspace of ops by name, as a share of the bytes that each reads and writes.
         sources: the document, or the measurement, that each figure is from.
     """
 
@@ -50,6 +51,7 @@ class DeviceProfile:
     link: Mapping[str, Any] = field(default_factory=dict)
     libraries: int = 0
     op_us: float = 0.0
+    workspaces: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -21,11 +21,11 @@ from .largest import Largest
 
 COUNTED_NOT = {
     "cuda": (
-        "workspaces of kernels other than cuBLAS's",
+        "workspaces of kernels other than cuBLAS's, as of convolutions",
         "the CUDA context and gaps between the allocator's blocks, usually 0.5 to 1.5 GB",
         "kernels that only a GPU chooses: the step is that of CPU kernels, with masks of dropout in the model's dtype",
     ),
-    "cpu": ("workspaces of kernels", "the interpreter and its libraries"),
+    "cpu": ("workspaces of kernels other than convolutions", "the interpreter and its libraries"),
 }
 TIMES = "times are from peak rates, so they are lower limits"
 

@@ -17,6 +17,7 @@ from torch import nn
 from passes import Machine, PlanResult, Streaming, Trace, make_plan
 from passes.pipeline import FITTING
 
+from ..errors import CaptureError
 from ..optim.update_cost import add_update_op, parameter_values
 from ..options.compile_options import parse_options
 from ..planning.capture_step import capture_step
@@ -95,7 +96,13 @@ def _captured(call: ModelCall, budget: int) -> StepGraph:
     state = optimizer_state(call.model, options, CPU)
     target = Target(CPU, budget, None, None, None, lowers=False)
     step = Call(call.model, call.args, dict(call.kwargs), options.outputs)
-    return capture_step(step, lambda: target, state, options, None)
+    try:
+        return capture_step(step, lambda: target, state, options, None)
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"forward asks for the values of tensors, and here they have none ({error}): leave out the argument that it "
+            "asks about, such as a mask, or plan with real tensors, as `memgraph plan` does"
+        ) from error
 
 
 def _with_update(

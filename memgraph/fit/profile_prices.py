@@ -3,7 +3,7 @@
 mm f32[4096, 4096] x f32[4096, 4096] on an l4   ->   4536 us = 137e9 flops / 30.3e12 flops per second
 a storage of 1000 bytes on a GPU                ->   1024 bytes, in blocks of its allocator
 
-Kernels of libraries take workspaces that no shape tells; those are not counted.
+Kernels of libraries take workspaces that no shape tells; those that the profile does not name are not counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class ProfilePrices:
         self.profile = profile
 
     def __call__(self, node: fx.Node) -> Cost:
-        """Return the time of an op; its workspace is unknown."""
+        """Return the time of an op, and its workspace if the profile has one."""
         if is_view(node):
             return Cost()
         nbytes = resident_bytes(value for source in (*node.all_input_nodes, node) for value in tensors(source))
         us = roofline_us(node, nbytes, self.profile.rates(computed_dtype(node)))
-        return Cost(round(max(us, self.profile.op_us), 2))
+        workspace = int(self.profile.workspaces.get(str(node.target), 0.0) * nbytes)
+        return Cost(round(max(us, self.profile.op_us), 2), workspace)
 
     def copied_us(self, nbytes: int) -> float:
         """Return the time to read or write so many bytes of the device's memory."""

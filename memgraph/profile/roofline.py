@@ -45,7 +45,7 @@ def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
     """
     values = _values(node)
     device = values[0].device if values else torch.device("cpu")
-    rates = _rates(device, computed_dtype(node)) if limit >= 2 * _sizes(device)[1] else Rates()
+    rates = measured_rates(device, computed_dtype(node)) if limit >= 2 * _sizes(device)[1] else Rates()
     return round(roofline_us(node, nbytes, rates), 1)
 
 
@@ -63,6 +63,12 @@ def _values(node: fx.Node) -> list[Tensor]:
     return [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
 
 
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Return the rates of a device that is here, measured at first use."""
+    key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
+    return measure_once(_known, key, lambda: _measure(device, dtype), lambda cached: Rates(*cached), astuple)
+
+
 def flops(node: fx.Node) -> float:
     """Return the op's floating point operations; 0 if torch does not count them."""
     count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
@@ -73,11 +79,6 @@ def flops(node: fx.Node) -> float:
         return float(count(*args, **kwargs, out_val=node.meta.get("val")))
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
         return 0.0  # the formula does not support this form of the op
-
-
-def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
-    return measure_once(_known, key, lambda: _measure(device, dtype), lambda cached: Rates(*cached), astuple)
 
 
 def _sizes(device: torch.device) -> tuple[int, int]:
