@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -158,7 +158,11 @@ def _measured(training: Training) -> dict[str, int]:
     wrapped = _WithLoss(training.model, training)
     optimizer = torch.optim.AdamW(training.model.parameters())
     compiled = memgraph.compile(wrapped, 1.0, optimizer=optimizer, accumulate=False)
-    run: Callable[[], Tensor] = lambda: compiled(*training.args, **training.kwargs)
+
+    def run() -> Tensor:
+        loss: Tensor = compiled(*training.args, **training.kwargs)
+        return loss
+
     run().backward()
     gradients = resident_bytes(p.grad for p in training.model.parameters() if p.grad is not None)
     optimizer.step()
@@ -202,8 +206,8 @@ def _table(rows: list[Row]) -> Iterator[str]:
     yield (
         f"`python -m benchmarks.fit`; torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"{platform.machine()}. {len(rows)} of {len(NAMES)} architectures. Measured MB, and the error of the forecast "
-        "without weights in bytes; at the end as a share of the measured peak; `time` is forecast over eager's CPU time; `s` are CPU "
-        "seconds to capture and price."
+        "without weights in bytes; at the end as a share of the measured peak; `time` is forecast over eager's CPU "
+        "time; `s` are CPU seconds to capture and price."
     )
     yield ""
     yield "| model | peak MB | " + " | ".join(SOURCES) + " | time | s |"

@@ -167,11 +167,14 @@ class _Sized:
         except BudgetError:
             return False
 
+    def _call(self, sizes: dict[str, int]) -> ModelCall:
+        return self.described.call(sizes["batch"], sizes["seq"])
+
     def _captured(self, sizes: dict[str, int]) -> FittedStep:
         say(f"capturing {', '.join(f'{name} {size}' for name, size in sizes.items())}")
-        return self.fitting(self.described.call(**sizes))
+        return self.fitting(self._call(sizes))
 
     def _result(self, report: Report, sought: str = "", found: Largest | None = None) -> FitResult:
-        count = sum(parameter.numel() for parameter in self.described.call(**self.given).model.parameters())
+        count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
         given = (self.described.title, count, self.given, self.fitting.profile)
         return FitResult(report, *given, sought, found)

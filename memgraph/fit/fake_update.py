@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +80,9 @@ def _fake(parameter: Tensor) -> Tensor:
 
 def _on_device(group: Mapping[str, Any], fakes: Mapping[Tensor, Tensor], kind: str) -> dict[str, Any]:
     """Return a group of fakes; on a GPU torch updates all parameters at once, unless it is told otherwise."""
-    together = {"foreach": True} if kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused") else {}
+    together = (
+        {"foreach": True} if kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused") else {}
+    )
     return {**group, "params": [fakes[p] for p in group["params"]], **together}
 
 
@@ -97,12 +99,12 @@ def _stepped(
     """Return the bytes of the states after a step, and the most that the next one allocates beside them."""
     known = [each for p in parameters for each in (p, p.grad) if each is not None]
     with _Meter(known, rounded), torch.no_grad():
-        type(optimizer).step(optimizer)  # type: ignore[call-arg]
+        type(optimizer).step(optimizer)
     states = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
     sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in states}
     with _Meter([*known, *states], rounded) as later, torch.no_grad():
         for _ in range(1 if type(optimizer) in ALIKE else STEPS - 1):
-            type(optimizer).step(optimizer)  # type: ignore[call-arg]
+            type(optimizer).step(optimizer)
     return sum(map(rounded, sizes.values())), int(later.live.peak)
 
 
@@ -110,7 +112,7 @@ class _Meter(TorchDispatchMode):
     """Counts the storages that ops make, while they are alive."""
 
     def __init__(self, known: Sequence[Tensor], rounded: Callable[[int], int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live, self.rounded = LiveBytes(known), rounded
 
     def __torch_dispatch__(

@@ -100,14 +100,12 @@ def _captured(call: ModelCall, budget: int) -> StepGraph:
         return capture_step(step, lambda: target, state, options, None)
     except NotImplementedError as error:
         raise CaptureError(
-            f"forward asks for the values of tensors, and here they have none ({error}): leave out the argument that it "
-            "asks about, such as a mask, or plan with real tensors, as `memgraph plan` does"
+            f"forward asks for the values of tensors, and here they have none ({error}): leave out the argument that "
+            "it asks about, such as a mask, or plan with real tensors, as `memgraph plan` does"
         ) from error
 
 
-def _with_update(
-    trace: Trace, graph: StepGraph, model: nn.Module, update: FakeUpdate, prices: ProfilePrices
-) -> Trace:
+def _with_update(trace: Trace, graph: StepGraph, model: nn.Module, update: FakeUpdate, prices: ProfilePrices) -> Trace:
     """Return the trace with the optimizer's states and its update, which reads and writes each of them once."""
     trained = graph.trained
     assert trained.captured is not None
@@ -118,4 +116,3 @@ def _with_update(
     trace = add_update_op(trace, name, update.states, update.workspace, sizes, parts)
     nbytes = 2 * update.states + 3 * sum(p.nbytes for p in trained.parameters)  # gradients are only read
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=prices.copied_us(nbytes))))
-

@@ -176,7 +176,9 @@ def fake_update_nbytes(optimizer: torch.optim.Optimizer, fakes: Collection[Tenso
     """
     offloaded = OffloadedTensors(is_large, is_large, is_large)
     exact = (lambda fake: True) if on_gpu else is_exact
-    return max(each.total for each in window_bytes(optimizer, window_nbytes(fakes, on_gpu), offloaded, fakes, exact=exact))
+    return max(
+        each.total for each in window_bytes(optimizer, window_nbytes(fakes, on_gpu), offloaded, fakes, exact=exact)
+    )
 
 
 @dataclass(frozen=True, eq=False)
