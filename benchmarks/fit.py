@@ -1,4 +1,4 @@
-"""What `memgraph fit` forecasts for this machine's CPU without weights, beside what the same model then measures here.
+"""Forecasts of `memgraph fit` for this machine's CPU, without weights, beside what the same models then measure here.
 
     python -m benchmarks.fit [NAME ...]   ->   a table, and results/fit.md if all models ran
 

@@ -52,7 +52,7 @@ class Updates(StrEnum):
 
 
 class Sought(StrEnum):
-    """The size of which the largest is looked for."""
+    """The size that is to be as large as fits."""
 
     BATCH = "batch"
     SEQ = "seq"

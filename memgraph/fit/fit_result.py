@@ -51,7 +51,7 @@ class FitResult:
 
     @property
     def not_counted(self) -> tuple[str, ...]:
-        """What the forecast leaves out."""
+        """The bytes that the forecast leaves out."""
         return COUNTED_NOT[self.profile.kind]
 
     def to_json(self) -> str:

@@ -60,7 +60,7 @@ def largest(
 
 
 class _Search:
-    """What is known: `low` steps fit, `high` do not."""
+    """The sizes that are known: `low` steps fit, `high` do not."""
 
     def __init__(self, tried: Callable[[int], Report], likely: Callable[[int], bool], step: int, most: int) -> None:
         self.tried, self.likely, self.step, self.most = tried, likely, step, most

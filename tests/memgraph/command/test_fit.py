@@ -112,7 +112,7 @@ def test_an_unknown_configuration_says_what_to_do(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["fit", "nobody/has-this", "--device", "l4"]) == 1
+    assert main(["fit", "no-such-owner/no-such-model", "--device", "l4"]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
