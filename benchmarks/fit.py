@@ -154,7 +154,7 @@ def _storages(trace: Trace, values: set[str]) -> int:
 
 
 def _measured(training: Training) -> dict[str, int]:
-    """Run two steps, the first of which measures itself."""
+    """Run two steps; the first measures itself."""
     wrapped = _WithLoss(training.model, training)
     optimizer = torch.optim.AdamW(training.model.parameters())
     compiled = memgraph.compile(wrapped, 1.0, optimizer=optimizer, accumulate=False)

@@ -69,7 +69,7 @@ def fit(
     dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
     optimizer: Annotated[Updates, typer.Option(help="of a configuration's parameters")] = Updates.ADAMW,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
-    time_limit: Annotated[float, typer.Option(min=0, help="seconds of planning after capture")] = 4.0,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="seconds of planning after capture")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Plan a training step for a device that is not here, before anything is rented or downloaded.
@@ -140,7 +140,7 @@ class _Sized:
         self.described, self.fitting, self.given = described, fitting, given
         self.known: dict[int, FittedStep] = {}
 
-    def planned(self, seconds: float) -> FitResult:
+    def planned(self, seconds: float | None) -> FitResult:
         """Return the answer for the given sizes."""
         return self._result(self._captured(self.given).plan(seconds))
 

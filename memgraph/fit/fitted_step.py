@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from passes import Machine, PlanResult, Streaming, Trace, make_plan
+from passes import BudgetError, Machine, PlanResult, Streaming, Trace, make_plan
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import PlanProblem
 from passes.pipeline import FITTING
 
 from ..errors import CaptureError
@@ -22,6 +24,7 @@ from ..optim.update_cost import add_update_op, parameter_values
 from ..options.compile_options import parse_options
 from ..planning.capture_step import capture_step
 from ..planning.optimizers import optimizer_state
+from ..planning.search import FITTING_S
 from ..planning.step_graph import Call, StepGraph
 from ..planning.target import Target
 from ..profile.library_workspaces import with_libraries
@@ -33,6 +36,8 @@ from .device_profile import DeviceProfile
 from .fake_update import FakeUpdate, fake_update
 from .profile_prices import ProfilePrices, in_blocks
 
+USUAL_S = 4.0  # of planning
+
 
 @dataclass(frozen=True)
 class FittedStep:
@@ -42,13 +47,21 @@ class FittedStep:
     machine: Machine
     counted: bool
 
-    def plan(self, seconds: float) -> Report:
+    def plan(self, seconds: float | None = None) -> Report:
         """Return the plan of all passes, made in about so many seconds.
+
+        By default these are few, and more while nothing fits that could.
 
         Raises:
             BudgetError: none fits.
         """
-        return self._report(make_plan(self.trace, self.machine, seconds=seconds))
+        try:
+            return self._report(make_plan(self.trace, self.machine, seconds=USUAL_S if seconds is None else seconds))
+        except BudgetError as error:
+            least = PlanProblem(ReuseGaps(self.trace), self.machine).least_nbytes
+            if seconds is not None or not error.timed_out or least > self.machine.budget:
+                raise
+            return self._report(make_plan(self.trace, self.machine, seconds=FITTING_S))
 
     def smallest_plan(self) -> Report:
         """Return the plan of the quick passes; errors as in `plan`."""
