@@ -10,6 +10,7 @@ import networkx as nx
 ROOT = Path(__file__).parents[1]
 MEMGRAPH = (
     {"memgraph.command", "memgraph.integrations"},
+    {"memgraph.fit"},
     {"memgraph.api"},
     {"memgraph.stages"},
     {"memgraph.planning"},

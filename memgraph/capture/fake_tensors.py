@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import CaptureError
 from ..graph.captured import Input
 from ..opaque.eager_state import saved_tensor_hooks
+from ..system.device import CPU
 from ..system.garbage import paused_collector
 from .sizes.size_inputs import SizeInputs
 
@@ -64,7 +65,10 @@ def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
 
 
 def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInputs | None = None) -> Tensor:
-    """Return a tensor without bytes, of the same strides, since kernels look at strides."""
+    """Return a tensor without bytes, of the same strides, since kernels look at strides.
+
+    One of device "meta" stands for one on the CPU: ops that have no tensor to read, like `arange`, make theirs there.
+    """
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
     if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
@@ -76,5 +80,6 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
         raise CaptureError(f"{role.label} requires a gradient: make it a parameter")
     shape, strides = sizes.layout(role, tensor.shape, tensor.stride()) if sizes else (tensor.shape, tensor.stride())
     with mode, torch.no_grad():
-        empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        device = CPU if tensor.device.type == "meta" else tensor.device
+        empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
     return empty.requires_grad_(tensor.requires_grad)

@@ -18,6 +18,7 @@ from ..errors import MemgraphError
 from .demo import demo
 from .doctor import doctor
 from .files import diff, show, verify
+from .fit import fit
 from .output import fail
 from .planning import explain, plan, sweep
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for each in (plan, sweep, explain, show, diff, verify, doctor, demo):
+for each in (plan, fit, sweep, explain, show, diff, verify, doctor, demo):
     app.command()(each)
 
 

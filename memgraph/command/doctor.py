@@ -20,6 +20,7 @@ import torch
 import typer
 from rich.console import RenderableType
 
+from ..fit.measured_profile import measured_profile
 from ..profile.link_bandwidth import measure_disk, measure_host
 from ..report.tables import mb, table
 from ..storage.pinned_pool import cap_nbytes
@@ -68,6 +69,7 @@ class Diagnosis:
 
 def doctor(
     spill_dir: Annotated[str | None, typer.Option(help="the folder to offload to, as in memgraph.compile")] = None,
+    profile: Annotated[Path | None, typer.Option(help="write this CPU's figures to a file, for `memgraph fit`")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Check versions, memory, disk, links and settings: what is slow, what it costs, what mends it.
@@ -76,9 +78,13 @@ def doctor(
         memgraph doctor
         memgraph doctor --spill-dir /mnt/nvme
         memgraph doctor --json   # to paste into an issue
+        memgraph doctor --profile cpu.json && memgraph fit llama --device cpu.json
     """
     say("measuring links")
     folder = spill_folder(spill_dir)
+    if profile is not None:
+        profile.write_text(measured_profile(folder).to_json())
+        say(f"wrote {profile}")
     write(Diagnosis((*_versions(), *_processor(), *_gpus(), *_disk(folder), _cache())), as_json)
     return 0
 

@@ -52,13 +52,34 @@ def load_call(target: str) -> Call:
     Raises:
         typer.BadParameter: there is no such file, module or factory, or it returns something else.
     """
+    return made_call(load_factory(target)(), target)
+
+
+def load_factory(target: str) -> Callable[..., Any]:
+    """Import a file or a module, and return the factory in it; errors as in `load_call`."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise typer.BadParameter(f"{target!r} names no factory: write FILE:FACTORY, as in train.py:setup")
     found = getattr(_module(where), name, None)
     if not callable(found):
         raise typer.BadParameter(f"{where} has no function {name!r}: define one; {FORMS}")
-    return _call(found(), target)
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def made_call(made: Any, target: str) -> Call:
+    """Return the call that a factory has made; `target` names it in an error."""
+    if isinstance(made, nn.Module):
+        return Call(made)
+    if isinstance(made, Sequence) and made and isinstance(made[0], nn.Module):
+        return Call(made[0], tuple(made[1:]))
+    if isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module):
+        if unknown := set(made) - set(KEYS):
+            raise typer.BadParameter(f"{target} returned unknown {', '.join(sorted(map(str, unknown)))}; {FORMS}")
+        args = made.get("args", ())
+        given = {**made, "args": tuple(args) if isinstance(args, list | tuple) else (args,)}
+        return Call(**given)
+    raise typer.BadParameter(f"{target} returned {type(made).__name__}, which has no module: {FORMS}")
 
 
 def _module(where: str) -> ModuleType:
@@ -80,17 +101,3 @@ def _module(where: str) -> ModuleType:
     sys.modules[path.stem] = module  # dataclasses and pickles look classes up there
     spec.loader.exec_module(module)
     return module
-
-
-def _call(made: Any, target: str) -> Call:
-    if isinstance(made, nn.Module):
-        return Call(made)
-    if isinstance(made, Sequence) and made and isinstance(made[0], nn.Module):
-        return Call(made[0], tuple(made[1:]))
-    if isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module):
-        if unknown := set(made) - set(KEYS):
-            raise typer.BadParameter(f"{target} returned unknown {', '.join(sorted(map(str, unknown)))}; {FORMS}")
-        args = made.get("args", ())
-        given = {**made, "args": tuple(args) if isinstance(args, list | tuple) else (args,)}
-        return Call(**given)
-    raise typer.BadParameter(f"{target} returned {type(made).__name__}, which has no module: {FORMS}")

@@ -22,7 +22,7 @@ from ..errors import UpdateError
 from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
-from .elementwise import unsupported_reason
+from .elementwise import is_exact, unsupported_reason
 from .host_step import host_update_rate, reserve_windows
 from .optimizer_profiler import states_nbytes
 from .state_parts import Owner, StatePart, is_large
@@ -60,8 +60,7 @@ class OffloadedUpdate:
         """Bytes of a window, for planning an update of what is trained now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        largest = LARGEST_ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
-        return min(largest, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
+        return window_nbytes(trained, any(p.device.type == "cuda" for p in trained))
 
     @property
     def current(self) -> int:
@@ -163,6 +162,23 @@ class OffloadedUpdate:
         """Return the states of these parameters that exist."""
         states = self.optimizer.state if self.optimizer is not None else {}
         return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
+
+
+def window_nbytes(trained: Collection[Tensor], on_gpu: bool) -> int:
+    """Return the bytes of a window of an update of these."""
+    return min(LARGEST_ON_GPU if on_gpu else LARGEST, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
+
+
+def fake_update_nbytes(optimizer: torch.optim.Optimizer, fakes: Collection[Tensor], on_gpu: bool) -> int:
+    """Return the most that an update of fake tensors allocates in windows, if everything large is offloaded.
+
+    They are of the CPU, also where they stand for tensors of a GPU.
+    """
+    offloaded = OffloadedTensors(is_large, is_large, is_large)
+    exact = (lambda fake: True) if on_gpu else is_exact
+    return max(
+        each.total for each in window_bytes(optimizer, window_nbytes(fakes, on_gpu), offloaded, fakes, exact=exact)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,12 +70,12 @@ class PlannedUpdate:
 
 def window_bytes(
     optimizer: optim.Optimizer, nbytes: int, offloaded: OffloadedTensors, trained: Collection[Tensor] | None = None,
-    separate: bool = False,
+    separate: bool = False, exact: ParameterPredicate = is_exact,
 ) -> tuple[WindowBytes, WindowBytes]:  # fmt: skip
     """Return the bytes of the next update and of any later one, in windows of `nbytes`.
 
     All of `trained`, or else all that require a gradient, have one then, with the strides of the parameter. With
-    `separate` a window is of one parameter.
+    `separate` a window is of one parameter. One that is `exact` can be split anywhere.
 
     Raises:
         ValueError: the windows are too small for a chunk of some parameter.
@@ -83,7 +83,7 @@ def window_bytes(
     sure = None if trained is None else set(map(id, trained))
     clone = ClonedOptimizer(optimizer)
     temporaries: dict[tuple[int, torch.dtype], Temporaries] = {}
-    now, later = [], []
+    now, later = list[PlannedUpdate](), list[PlannedUpdate]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.requires_grad if sure is None else id(parameter) in sure:
@@ -93,14 +93,15 @@ def window_bytes(
                 dtypes, state = clone.state_dtypes(*kind), optimizer.state.get(parameter, {})
                 scalars = sum(dtype is None for dtype in dtypes.values())
                 rest = temporaries[kind], scalars, offloaded.states(parameter)
-                now.append(PlannedUpdate(i, _row(parameter, dtypes, state, offloaded), *rest))
-                later.append(PlannedUpdate(i, _row(parameter, dtypes, None, offloaded), *rest))
+                rows = (_row(parameter, dtypes, each, offloaded, exact(parameter)) for each in (state, None))
+                for updates, row in zip((now, later), rows, strict=True):
+                    updates.append(PlannedUpdate(i, row, *rest))
     return _bytes(now, nbytes, separate), _bytes(later, nbytes, separate)
 
 
 def _row(
     parameter: Tensor, dtypes: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None,
-    offloaded: OffloadedTensors,
+    offloaded: OffloadedTensors, exact: bool,
 ) -> WindowRow:  # fmt: skip
     """The parameter with its existing states; None: with all of them."""
     tensors = [
@@ -118,7 +119,7 @@ def _row(
     buffered, resident = (
         tuple(dtype.itemsize for dtype, is_offloaded in tensors if is_offloaded is side) for side in (True, False)
     )
-    return WindowRow(parameter.numel(), buffered, resident, tuple(created), is_exact(parameter))
+    return WindowRow(parameter.numel(), buffered, resident, tuple(created), exact)
 
 
 def _bytes(updates: Sequence[PlannedUpdate], nbytes: int, separate: bool) -> WindowBytes:

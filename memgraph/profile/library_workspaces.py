@@ -30,7 +30,12 @@ _here = threading.local()  # the devices and streams for which this thread has w
 
 def add_library_workspaces(trace: Trace, device: torch.device) -> Trace:
     """Add the libraries' workspaces to the step as a buffer."""
-    if not (nbytes := libraries_nbytes(device)):
+    return with_libraries(trace, libraries_nbytes(device))
+
+
+def with_libraries(trace: Trace, nbytes: int) -> Trace:
+    """Return the trace with a buffer of so many bytes; none for 0."""
+    if not nbytes:
         return trace
     kept = Op(LIBRARIES, "buffer", makes=(Storage(LIBRARIES, nbytes),), holds=(LIBRARIES,), where="cuBLAS")
     return replace(trace, ops=(kept, *trace.ops))

@@ -43,11 +43,30 @@ def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
 
     The device's rates are guessed if measuring them would need more than `limit` bytes.
     """
-    values = [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
-    dtype = next((value.dtype for value in values if value.dtype in DTYPES), torch.float32)
+    values = _values(node)
     device = values[0].device if values else torch.device("cpu")
-    rates = _rates(device, dtype) if limit >= 2 * _sizes(device)[1] else Rates()
-    return round(max(flops(node) / rates.flops, nbytes / rates.nbytes), 1)
+    rates = measured_rates(device, computed_dtype(node)) if limit >= 2 * _sizes(device)[1] else Rates()
+    return round(roofline_us(node, nbytes, rates), 1)
+
+
+def roofline_us(node: fx.Node, nbytes: int, rates: Rates) -> float:
+    """Return the microseconds of an op that reads and writes `nbytes`, on a device with these rates."""
+    return max(flops(node) / rates.flops, nbytes / rates.nbytes)
+
+
+def computed_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype that an op computes in."""
+    return next((value.dtype for value in _values(node) if value.dtype in DTYPES), torch.float32)
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Return the rates of a device that is here, measured at first use."""
+    key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
+    return measure_once(_known, key, lambda: _measure(device, dtype), lambda cached: Rates(*cached), astuple)
 
 
 def flops(node: fx.Node) -> float:
@@ -60,11 +79,6 @@ def flops(node: fx.Node) -> float:
         return float(count(*args, **kwargs, out_val=node.meta.get("val")))
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
         return 0.0  # the formula does not support this form of the op
-
-
-def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
-    return measure_once(_known, key, lambda: _measure(device, dtype), lambda cached: Rates(*cached), astuple)
 
 
 def _sizes(device: torch.device) -> tuple[int, int]:

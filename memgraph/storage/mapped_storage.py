@@ -206,7 +206,7 @@ def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
     A part of a slot counts if it begins at a page, and ends at one or where the slot does. Any other part has to be
     read and written as the ordinary memory that it is.
     """
-    if tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
+    if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     for base, mapping in list(_open_mappings.items()):
@@ -217,7 +217,7 @@ def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
 
 def is_offloaded(tensor: Tensor) -> bool:
     """Return True if a tensor covers a slice of a mapping; a fake tensor never does."""
-    return bool(_open_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
+    return bool(_open_mappings) and buffer_slice_of(tensor) is not None
 
 
 def _slice_within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:

@@ -66,25 +66,30 @@ def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRe
     Raises:
         ValueError: the argument can't be read, is not positive, or is more than the device has.
     """
+    return nbytes_within(given, memory_nbytes(device), str(device), asked)
+
+
+def nbytes_within(given: str | int | float, available: int, where: str, asked: BudgetRequest = BUDGET) -> int:
+    """Return the bytes that an argument stands for, of the `available` ones of a device; errors as `asked_nbytes`."""
     said = f"{asked.name}={given!r}"
     if isinstance(given, float):
-        nbytes = _fraction(given, said, device, asked)
+        nbytes = _fraction(given, said, available, asked)
     else:
         nbytes = _parse(given, said, asked) if isinstance(given, str) else given
     if nbytes <= 0:
         raise ValueError(f"{said} is {nbytes} bytes, which is not positive; {asked.forms}")
-    if nbytes > (available := memory_nbytes(device)):
-        raise ValueError(f"{said} is {nbytes} bytes, but {device} has {available}; give at most that, or None")
+    if nbytes > available:
+        raise ValueError(f"{said} is {nbytes} bytes, but {where} has {available}; give at most that, or None")
     return nbytes
 
 
-def _fraction(share: float, said: str, device: torch.device, asked: BudgetRequest) -> int:
+def _fraction(share: float, said: str, available: int, asked: BudgetRequest) -> int:
     if math.isnan(share):
         raise ValueError(f"{said} is not a number, so an earlier computation went wrong; {asked.forms}")
     if not 0 < share <= 1:
         what = f"a float, which means a share of {asked.whose}'s memory in (0, 1]"
         raise ValueError(f"{said} is {what}; {asked.forms}")
-    return int(share * memory_nbytes(device))
+    return int(share * available)
 
 
 def _parse(text: str, said: str, asked: BudgetRequest) -> int:

@@ -300,7 +300,7 @@ def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkey
 
 def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "_measure", lambda *given: pytest.fail("it was run"))
-    monkeypatch.setattr(roofline, "_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
+    monkeypatch.setattr(roofline, "measured_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
     assert roofline.roofline(large, 3 * 4 * 1024**2, 1 << 30) == round(2 * 1024**3 / 1000.0, 1)

@@ -1,0 +1,180 @@
+"""Plan a step for a device that is not here, for a model that has no weights.
+
+memgraph fit llama --device h200 --budget 24GB --dtype bfloat16
+memgraph fit train.py:setup --device l4 --max batch
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from passes import BudgetError
+
+from ..fit.described_model import DescribedModel, ModelCall, config_model
+from ..fit.device_profile import DeviceProfile, profile_names, read_profile
+from ..fit.fit_result import FitResult
+from ..fit.fitted_step import FittedStep, Fitting
+from ..fit.largest import Largest, largest
+from ..fit.other_sizes import guessed_trace
+from ..guards.module_proxy import WithLoss
+from ..report.report import Report
+from ..system.byte_sizes import nbytes_within
+from ..system.device import HEADROOM
+from .factory import load_factory, made_call
+from .output import say, write
+
+SIZES = ("batch", "seq")
+
+
+class Dtype(StrEnum):
+    """The dtype of a configuration's parameters."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Updates(StrEnum):
+    """The optimizer of a configuration's parameters."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+    NONE = "none"
+
+
+class Sought(StrEnum):
+    """The size that is to be as large as fits."""
+
+    BATCH = "batch"
+    SEQ = "seq"
+
+
+def fit(
+    target: Annotated[str, typer.Argument(metavar="NAME_OR_FACTORY", help="a configuration, or FILE:FACTORY")],
+    device: Annotated[str, typer.Option(help=f"{', '.join(profile_names())}, or a file of `doctor --profile`")],
+    budget: Annotated[str | None, typer.Option(help='bytes, as "24GB"; by default what the device has')] = None,
+    most: Annotated[Sought | None, typer.Option("--max", help="find the largest that fits")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="samples")] = 1,
+    seq: Annotated[int, typer.Option(min=2, help="tokens of a sample")] = 512,
+    step: Annotated[int | None, typer.Option(min=1, help="of --max: 1 of batch, 64 of seq")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
+    optimizer: Annotated[Updates, typer.Option(help="of a configuration's parameters")] = Updates.ADAMW,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="seconds of planning after capture")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """Plan a training step for a device that is not here, before anything is rented or downloaded.
+
+    \b
+        memgraph fit llama --device h200 --budget 24GB --dtype bfloat16
+        memgraph fit my/config.json --device l4 --batch 4 --max seq
+        memgraph fit train.py:setup --device rtx4090 --max batch
+
+    A factory is called on the device "meta", with `batch` and `seq` if it has such parameters.
+
+    \b
+    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage.
+    """
+    profile = _profile(device)
+    allowed = _budget(budget, profile)
+    say(f"loading {target}")
+    described = _described(target, getattr(torch, dtype), str(optimizer), most)
+    sized = _Sized(described, Fitting(profile, allowed), {"batch": batch, "seq": seq})
+    result = sized.planned(time_limit) if most is None else sized.largest(str(most), step)
+    if output is not None:
+        output.write_text(result.report.to_json())
+        say(f"wrote {output}")
+    write(result, as_json)
+    return 0
+
+
+def _profile(device: str) -> DeviceProfile:
+    try:
+        return read_profile(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _budget(given: str | None, profile: DeviceProfile) -> int:
+    """Return the bytes of a budget; by default all that the device has but the headroom of a GPU."""
+    if given is None:
+        return profile.memory - (max(HEADROOM, profile.memory * 3 // 100) if profile.kind == "cuda" else 0)
+    wanted = float(given) if re.fullmatch(r"0?\.\d+|1\.0*", given) else given
+    try:
+        return nbytes_within(wanted, profile.memory, profile.title or profile.name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _described(target: str, dtype: torch.dtype, optimizer: str, most: Sought | None) -> DescribedModel:
+    if not re.fullmatch(r".+:\w+", target):
+        return config_model(target, dtype, optimizer)
+    factory = load_factory(target)
+    takes = [name for name in SIZES if name in inspect.signature(factory).parameters]
+    if most is not None and most not in takes:
+        raise typer.BadParameter(f"--max {most} calls the factory with {most}=, which it does not take; add it to it")
+    return DescribedModel(partial(_made, factory, takes, target), target)
+
+
+def _made(factory: Callable[..., Any], takes: list[str], target: str, batch: int, seq: int) -> ModelCall:
+    given = {"batch": batch, "seq": seq}
+    with torch.device("meta"):
+        call = made_call(factory(**{name: given[name] for name in takes}), target)
+    model = call.model if call.loss is None else WithLoss(call.model, call.loss)
+    return ModelCall(model, call.args, call.kwargs, call.optimizer)
+
+
+class _Sized:
+    """Steps of one model by size."""
+
+    def __init__(self, described: DescribedModel, fitting: Fitting, given: dict[str, int]) -> None:
+        self.described, self.fitting, self.given = described, fitting, given
+        self.known: dict[int, FittedStep] = {}
+
+    def planned(self, seconds: float | None) -> FitResult:
+        """Return the answer for the given sizes."""
+        return self._result(self._captured(self.given).plan(seconds))
+
+    def largest(self, sought: str, step: int | None) -> FitResult:
+        """Return the answer for the largest batch or number of tokens that fits."""
+        first, by = self.given[sought], step or (1 if sought == "batch" else 64)
+        limit = self.described.longest if sought == "seq" else None
+
+        def tried(size: int) -> Report:
+            self.known[size] = self._captured({**self.given, sought: size})
+            return self.known[size].smallest_plan()
+
+        found = largest(tried, self._is_likely, first, by, limit)
+        self.given = {**self.given, sought: found.size}
+        return self._result(found.report, sought, found)
+
+    def _is_likely(self, size: int) -> bool:
+        """Guess whether a size fits; without a guess, where a step is not known, it does not."""
+        trace = guessed_trace({size: step.trace for size, step in self.known.items()}, size)
+        if trace is None:
+            return False
+        try:
+            return bool(replace(next(iter(self.known.values())), trace=trace).smallest_plan().peak)
+        except BudgetError:
+            return False
+
+    def _call(self, sizes: dict[str, int]) -> ModelCall:
+        return self.described.call(sizes["batch"], sizes["seq"])
+
+    def _captured(self, sizes: dict[str, int]) -> FittedStep:
+        say(f"capturing {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+        return self.fitting(self._call(sizes))
+
+    def _result(self, report: Report, sought: str = "", found: Largest | None = None) -> FitResult:
+        count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
+        given = (self.described.title, count, self.given, self.fitting.profile)
+        return FitResult(report, *given, sought, found)

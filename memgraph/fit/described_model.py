@@ -1,0 +1,125 @@
+"""A model without bytes and its call, from a configuration of Hugging Face's.
+
+config_model("llama", ...)              the stock configuration of a type of model: 6.7B parameters
+config_model("my/config.json", ...)     a folder, or a file
+config_model("Qwen/Qwen3-8B", ...)      a name of the hub: in the local cache, or over the network
+
+Parameters are on device "meta": nothing is downloaded but the configuration, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCall:
+    """A module, and the arguments that it is called with; tensors of device "meta" have no bytes."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedModel:
+    """A model whose call can have any size.
+
+    Attributes:
+        call: makes the call for a number of samples and a number of tokens.
+        title: what to call it.
+        longest: the most tokens that it takes; None if its configuration does not say.
+    """
+
+    call: Callable[[int, int], ModelCall]
+    title: str
+    longest: int | None = None
+
+
+def config_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedModel:
+    """Return the causal language model of a configuration, called with labels.
+
+    Args:
+        name: a folder, a file, a type of model, or a name of the hub.
+        optimizer: "adamw", "sgd" or "none".
+
+    Raises:
+        ValueError: there is no such configuration, or it has no causal language model.
+    """
+    config = _config(name)
+    model = _made(config, dtype, name)
+    updates = optimizer_of(model, optimizer)
+
+    def call(batch: int, seq: int) -> ModelCall:
+        ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
+        return ModelCall(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, updates)
+
+    longest = next((getattr(config, key) for key in POSITIONS if getattr(config, key, None)), None)
+    return DescribedModel(call, f"{type(model).__name__} of {name}", longest)
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
+    """Return an optimizer of this name; None for "none"."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "none" or not trained:
+        return None
+    return torch.optim.AdamW(trained) if name == "adamw" else torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
+
+
+def _config(name: str) -> PreTrainedConfig:
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+    except ImportError as error:
+        raise ValueError(f"{name!r} is read with transformers: pip install transformers") from error
+    path = Path(name)
+    try:
+        if path.exists():
+            return AutoConfig.from_pretrained(str(path))
+        if name in CONFIG_MAPPING:
+            return AutoConfig.for_model(name)
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"there is no configuration {name!r}: it is no folder or file here, no type of model that transformers "
+            f"knows (as llama or gpt2), and neither the local cache nor the network has it ({reason}). Download its "
+            "config.json alone, and give that file"
+        ) from error
+
+
+def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
+    """Return the model of a configuration, ready to train.
+
+    Raises:
+        ValueError: it has no causal language model.
+    """
+    import transformers
+
+    known = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+    named = next((each for each in known if each is not None and "CausalLM" in each.__name__), None)
+    try:
+        with torch.device("meta"):
+            if named is not None:
+                made: nn.Module = named._from_config(config, dtype=dtype)
+            else:
+                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{name!r} is a {config.model_type}, which has no causal language model; write a factory that returns the "
+            "model and its arguments, and give FILE:FACTORY"
+        ) from None
+    return made.train()

@@ -1,0 +1,131 @@
+"""Plan the step of a model without bytes for a device that is not here.
+
+fitted = Fitting(read_profile("h200"), budget)(ModelCall(model, args, kwargs, optimizer))
+fitted.plan(seconds=10)   ->   Report: fits: forecast 23.9 GB, budget 24.0 GB ...
+fitted.smallest_plan()    ->   the same from the quick passes, for a search over sizes
+
+Bytes are those of fake tensors, as in any forecast. Times come from the profile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from passes import BudgetError, Machine, PlanResult, Streaming, Trace, make_plan
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import PlanProblem
+from passes.pipeline import FITTING
+
+from ..errors import CaptureError
+from ..optim.update_cost import add_update_op, parameter_values
+from ..options.compile_options import parse_options
+from ..planning.capture_step import capture_step
+from ..planning.optimizers import optimizer_state
+from ..planning.search import FITTING_S
+from ..planning.step_graph import Call, StepGraph
+from ..planning.target import Target
+from ..profile.library_workspaces import with_libraries
+from ..report.report import Report
+from ..system.device import CPU
+from ..system.planning_process import planning
+from .described_model import ModelCall
+from .device_profile import DeviceProfile
+from .fake_update import FakeUpdate, fake_update
+from .profile_prices import ProfilePrices, in_blocks
+
+USUAL_S = 4.0  # of planning
+
+
+@dataclass(frozen=True)
+class FittedStep:
+    """A step, priced for a device that is not here."""
+
+    trace: Trace
+    machine: Machine
+    counted: bool
+
+    def plan(self, seconds: float | None = None) -> Report:
+        """Return the plan of all passes, made in about so many seconds.
+
+        By default these are few, and more while nothing fits that could.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        try:
+            return self._report(make_plan(self.trace, self.machine, seconds=USUAL_S if seconds is None else seconds))
+        except BudgetError as error:
+            least = PlanProblem(ReuseGaps(self.trace), self.machine).least_nbytes
+            if seconds is not None or not error.timed_out or least > self.machine.budget:
+                raise
+            return self._report(make_plan(self.trace, self.machine, seconds=FITTING_S))
+
+    def smallest_plan(self) -> Report:
+        """Return the plan of the quick passes; errors as in `plan`."""
+        return self._report(make_plan(self.trace, self.machine, FITTING))
+
+    def _report(self, result: PlanResult) -> Report:
+        return Report(self.machine, result, counted=self.counted)
+
+
+class Fitting:
+    """Captures and prices steps of one optimizer or none for a budget of a device."""
+
+    def __init__(self, profile: DeviceProfile, budget: int) -> None:
+        self.profile, self.budget, self.prices = profile, budget, ProfilePrices(profile)
+        self._known: tuple[torch.optim.Optimizer, FakeUpdate] | None = None
+
+    def __call__(self, call: ModelCall) -> FittedStep:
+        """Return the step of a call; real parameters are not read either.
+
+        Raises:
+            CaptureError: the model can't be captured.
+            UpdateError: the optimizer can't step on tensors without values.
+        """
+        model, optimizer, profile = call.model, call.optimizer, self.profile
+        with planning(CPU):
+            graph = _captured(call, self.budget)
+            trace = in_blocks(graph.summarize(self.prices), profile.block)
+            trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
+            if optimizer is None:
+                return FittedStep(trace, replace(machine, streaming=Streaming(machine.link.works)), counted=False)
+            update = self._update(optimizer)
+            trace = _with_update(trace, graph, model, update, self.prices)
+            if machine.link.works and update.window is not None:
+                machine = replace(machine, streaming=Streaming(True, window=update.window))
+            return FittedStep(trace, machine, counted=True)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> FakeUpdate:
+        if self._known is None or self._known[0] is not optimizer:
+            self._known = optimizer, fake_update(optimizer, self.profile.kind, self.profile.block)
+        return self._known[1]
+
+
+def _captured(call: ModelCall, budget: int) -> StepGraph:
+    options = parse_options(budget, optimizer=call.optimizer, accumulate=False, opaque=False, lower=None)
+    state = optimizer_state(call.model, options, CPU)
+    target = Target(CPU, budget, None, None, None, lowers=False)
+    step = Call(call.model, call.args, dict(call.kwargs), options.outputs)
+    try:
+        return capture_step(step, lambda: target, state, options, None)
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"forward asks for the values of tensors, and here they have none ({error}): leave out the argument that "
+            "it asks about, such as a mask, or plan with real tensors, as `memgraph plan` does"
+        ) from error
+
+
+def _with_update(trace: Trace, graph: StepGraph, model: nn.Module, update: FakeUpdate, prices: ProfilePrices) -> Trace:
+    """Return the trace with the optimizer's states and its update, which reads and writes each of them once."""
+    trained = graph.trained
+    assert trained.captured is not None
+    values = parameter_values(graph.graph, trained.captured, dict(model.named_parameters()))
+    parts = [[value for p in part.parameters for value in values.get(p, ())] for part in trained.parts]
+    sizes = [part.nbytes for part in trained.parts]
+    name = type(update.optimizer).__name__
+    trace = add_update_op(trace, name, update.states, update.workspace, sizes, parts)
+    nbytes = 2 * update.states + 3 * sum(p.nbytes for p in trained.parameters)  # gradients are only read
+    return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=prices.copied_us(nbytes))))

@@ -1,0 +1,126 @@
+"""`memgraph fit`, with its exit codes, on tiny configurations and factories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memgraph
+from memgraph.command.app import main
+
+FACTORY = """
+import torch
+from torch import nn
+
+def setup(batch=4):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
+    return {"model": model, "args": (torch.randn(batch, 64),), "kwargs": {"target": torch.randn(batch, 64)},
+            "loss": nn.functional.mse_loss, "optimizer": torch.optim.AdamW(model.parameters())}
+
+def real():
+    with torch.device("cpu"):
+        return nn.Linear(8, 8), torch.randn(4, 8)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 256}
+    transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    (tmp_path / "factory_of_fit.py").write_text(FACTORY)
+    return f"{tmp_path}/factory_of_fit.py"
+
+
+def _found(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_configuration_is_planned_for_a_device_that_is_not_here(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    given = ["fit", config, "--device", "h200", "--budget", "1GB", "--batch", "2", "--seq", "64"]
+    assert main([*given, "--json", "-o", str(plan)]) == 0
+    found = _found(capsys)
+    assert (found["batch"], found["seq"], found["device"], found["budget"]) == (2, 64, "h200", 10**9)
+    assert found["peak"] == memgraph.Report.from_json(plan.read_text()).peak <= 10**9
+    assert sum(found["at_the_peak"].values()) == found["peak"]
+    assert main(given) == 0
+    assert "NVIDIA H200 SXM" in (text := capsys.readouterr().out)
+    assert "fits: forecast" in text and "not counted: " in text
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["fit", config, "--device", "h200", "--budget", "150MB", "--seq", "64", "--json"]
+    assert main([*given, "--max", "batch"]) == 0
+    found = _found(capsys)
+    largest = found["largest"]
+    assert largest["next"] == largest["batch"] + 1 == found["batch"] + 1
+    assert found["peak"] <= 150_000_000 < largest["next_nbytes"]
+
+
+def test_the_largest_length_ends_where_the_model_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", config, "--device", "h200", "--max", "seq", "--seq", "64"]) == 0
+    assert "largest seq: 256; the model takes no more" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_is_exit_code_3(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--max", "batch"]):
+        assert main(["fit", f"{factory}:setup", "--device", "l4", "--budget", "19MB", *more]) == 3
+        assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
+
+
+def test_factories_are_called_on_meta_with_their_sizes(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", f"{factory}:setup", "--device", "l4", "--budget", "40MB", "--max", "batch", "--json"]) == 0
+    assert _found(capsys)["largest"]["batch"] > 4
+
+
+def test_factories_may_make_real_tensors(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", f"{factory}:real", "--device", "t4", "--json"]) == 0
+    assert _found(capsys)["parameters"] == 72
+    assert main(["fit", f"{factory}:real", "--device", "t4", "--max", "batch"]) == 2
+    assert "calls the factory with batch=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--device", "h300"], "h100"),
+        (["--device", "l4", "--batch", "0"], "--batch"),
+        (["--device", "l4", "--budget", "25GB"], "NVIDIA L4 has 24000000000"),
+        (["--device", "l4", "--budget", "many"], "can't be read"),
+    ],
+)
+def test_wrong_usage_says_what_was_wanted(
+    given: list[str], message: str, factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", f"{factory}:setup", *given]) == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_an_unknown_configuration_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["fit", "no-such-owner/no-such-model", "--device", "l4"]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_doctor_writes_the_profile_of_this_machine(
+    tmp_path: Path, factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cpu.json"
+    assert main(["doctor", "--spill-dir", str(tmp_path), "--profile", str(file), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["fit", f"{factory}:setup", "--device", str(file), "--budget", "50MB", "--json"]) == 0
+    assert _found(capsys)["device"] == "cpu"
