@@ -31,6 +31,13 @@ def on_device(
             "an argument is on the device meta, and microbatches= runs forward on some rows to check that they are "
             "independent: give a batch with values, torch.zeros of its shape say"
         )
+    return fake_arguments(args, kwargs, device)
+
+
+def fake_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with each tensor of device "meta" as a fake one on `device`."""
     mode, known = FakeTensorMode(), dict[int, Tensor]()
 
     def fake(leaf: Any) -> Any:

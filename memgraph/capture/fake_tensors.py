@@ -67,7 +67,7 @@ def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
 def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInputs | None = None) -> Tensor:
     """Return a tensor without bytes, of the same strides, since kernels look at strides.
 
-    One of device "meta" stands for one on the CPU: ops that have no tensor to read, like `arange`, make theirs there.
+    A parameter or buffer of device "meta" stands for one on the CPU; an input of it is an error of the caller's.
     """
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
@@ -80,6 +80,6 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
         raise CaptureError(f"{role.label} requires a gradient: make it a parameter")
     shape, strides = sizes.layout(role, tensor.shape, tensor.stride()) if sizes else (tensor.shape, tensor.stride())
     with mode, torch.no_grad():
-        device = CPU if tensor.device.type == "meta" else tensor.device
+        device = CPU if tensor.device.type == "meta" and role.kind != "input" else tensor.device
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
     return empty.requires_grad_(tensor.requires_grad)

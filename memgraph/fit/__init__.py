@@ -1,6 +1,7 @@
 """Plan a step for a device that is not here, for a model that has no weights.
 
 fitted_step           capture, price and plan a step of a model without bytes
+captured_graph        the graph of such a step
 largest               the largest batch or sequence that fits
 described_model       a model without bytes from its configuration
 device_profile        published or measured figures of a device

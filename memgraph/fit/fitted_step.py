@@ -19,18 +19,14 @@ from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
 from passes.pipeline import FITTING
 
-from ..errors import CaptureError
 from ..optim.update_cost import add_update_op, parameter_values
-from ..options.compile_options import parse_options
-from ..planning.capture_step import capture_step
-from ..planning.optimizers import optimizer_state
 from ..planning.search import FITTING_S
-from ..planning.step_graph import Call, StepGraph
-from ..planning.target import Target
+from ..planning.step_graph import StepGraph
 from ..profile.library_workspaces import with_libraries
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.planning_process import planning
+from .captured_graph import captured_graph
 from .described_model import ModelCall
 from .device_profile import DeviceProfile
 from .fake_update import FakeUpdate, fake_update
@@ -87,7 +83,7 @@ class Fitting:
         """
         model, optimizer, profile = call.model, call.optimizer, self.profile
         with planning(CPU):
-            graph = _captured(call, self.budget)
+            graph = captured_graph(call, self.budget)
             trace = in_blocks(graph.summarize(self.prices), profile.block)
             trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
             if optimizer is None:
@@ -102,20 +98,6 @@ class Fitting:
         if self._known is None or self._known[0] is not optimizer:
             self._known = optimizer, fake_update(optimizer, self.profile.kind, self.profile.block)
         return self._known[1]
-
-
-def _captured(call: ModelCall, budget: int) -> StepGraph:
-    options = parse_options(budget, optimizer=call.optimizer, accumulate=False, opaque=False, lower=None)
-    state = optimizer_state(call.model, options, CPU)
-    target = Target(CPU, budget, None, None, None, lowers=False)
-    step = Call(call.model, call.args, dict(call.kwargs), options.outputs)
-    try:
-        return capture_step(step, lambda: target, state, options, None)
-    except NotImplementedError as error:
-        raise CaptureError(
-            f"forward asks for the values of tensors, and here they have none ({error}): leave out the argument that "
-            "it asks about, such as a mask, or plan with real tensors, as `memgraph plan` does"
-        ) from error
 
 
 def _with_update(trace: Trace, graph: StepGraph, model: nn.Module, update: FakeUpdate, prices: ProfilePrices) -> Trace:
