@@ -7,7 +7,9 @@ Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from typing import Any
 
 import typer
@@ -15,6 +17,7 @@ import typer
 from passes import BudgetError
 
 from ..errors import MemgraphError
+from ..system.pass_log import DEBUG
 from .demo import demo
 from .doctor import doctor
 from .files import diff, show, verify
@@ -53,5 +56,18 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # as when the output is piped into `head`
         sys.stderr.close()
         return FAILED
-    except (MemgraphError, OSError, TypeError, ValueError) as error:
-        return fail(f"{type(error).__name__}: {error}", FAILED)
+    except SystemExit as error:
+        return fail(f"the code of the model ended the process, with exit code {error.code}", FAILED)
+    except Exception as error:
+        return fail(_told(error), FAILED)
+
+
+def _told(error: Exception) -> str:
+    """Return the text of an error, with the source line where that of the user raised it."""
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exception(error)
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemgraphError | OSError):
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({frame.filename}:{frame.lineno}; {DEBUG}=1 shows the traceback)"

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import PlanError
 from ..report.report import Report
 from ..report.saved_plan import SavedPlan
 from ..report.verification import verify as verify_plan
@@ -37,6 +38,8 @@ def show(
     \b
     Exit codes: 0 it fits, 3 it was measured over its budget.
     """
+    if beside is not None and html is None:
+        raise typer.BadParameter("--beside is for the page: give --html as well, or use `memgraph diff`")
     report = read_plan(file)
     if html is not None:
         say(f"wrote {report.to_html(html, beside=read_plan(beside) if beside else None)}")
@@ -85,4 +88,7 @@ def _saved(file: Path) -> SavedPlan:
 def _text(file: Path) -> str:
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {str(file)!r}")
-    return file.read_text()
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{file} is no plan file: it is not text ({error.reason})") from error

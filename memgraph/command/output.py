@@ -6,7 +6,10 @@ fail("no such file", 1)        ->   `memgraph: no such file` on stderr, and 1
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -29,6 +32,20 @@ def write(what: Writable, as_json: bool) -> None:
         Console().print(what)
     else:
         print(printed(what))
+
+
+@contextmanager
+def stdout_for_data() -> Iterator[None]:
+    """Send what code of the user prints to stderr: Python's output, and that of the process and its children."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def say(message: str) -> None:

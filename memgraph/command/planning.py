@@ -8,6 +8,7 @@ memgraph explain train.py:setup
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,27 +19,39 @@ from ..api.budget_sweep import sweep as plan_for_each
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
 from ..report.report import Report
-from .factory import load_call
-from .output import say, write
+from ..system.byte_sizes import nbytes_within
+from .factory import Call, load_call
+from .output import say, stdout_for_data, write
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-Tier = Annotated[str, typer.Option(help="where tensors may be offloaded: auto, disk, host or none")]
+
+
+class Offload(StrEnum):
+    """Where tensors may be offloaded."""
+
+    AUTO = "auto"
+    DISK = "disk"
+    HOST = "host"
+    NONE = "none"
+
+
+Tier = Annotated[Offload, typer.Option(help="where tensors may be offloaded")]
 Limit = Annotated[float | None, typer.Option(help="seconds of planning after capture; 0 runs the quick pass only")]
 Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their rows where that is needed")]
 
 
 def plan(
     target: Target,
-    budget: Annotated[str, typer.Option(help='bytes of the device, as "8GB", "8GiB" or 8000000000')],
+    budget: Annotated[str, typer.Option(help='bytes, as "8GB" or "8GiB", or a share of the memory, as 0.5')],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
     trace: Annotated[Path | None, typer.Option(help="write the timeline to this file, for Perfetto")] = None,
     graphml: Annotated[Path | None, typer.Option(help="write the graph of the planned step to this file")] = None,
     time_limit: Limit = None,
-    offload: Tier = "auto",
+    offload: Tier = Offload.AUTO,
     slices: Slices = False,
     as_json: Json = False,
 ) -> int:
@@ -52,11 +65,10 @@ def plan(
     \b
     Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage.
     """
-    say(f"loading {target}")
-    call = load_call(target)
-    say("capturing the step")
-    options = _options(time_limit, offload, slices="auto" if slices else None)
-    report = plan_call(call.model, *call.args, budget=_number(budget), **options, **call.options)
+    wanted, options = _number(budget), _options(time_limit, offload, slices="auto" if slices else None)
+    with stdout_for_data():
+        call = _loaded(target)
+        report = plan_call(call.model, *call.args, budget=wanted, **options, **call.options)
     _save(report, output, html, trace, graphml)
     write(report, as_json)
     return 0
@@ -66,7 +78,7 @@ def sweep(
     target: Target,
     budgets: Annotated[list[str] | None, typer.Option("--budget", help="a budget to plan for; may be repeated")] = None,
     time_limit: Limit = None,
-    offload: Tier = "auto",
+    offload: Tier = Offload.AUTO,
     as_json: Json = False,
 ) -> int:
     """Show the time of a step for every budget, down to the smallest that works.
@@ -75,12 +87,11 @@ def sweep(
         memgraph sweep train.py:setup
         memgraph sweep train.py:setup --budget 8GB --budget 6GB --json
     """
-    say(f"loading {target}")
-    call = load_call(target)
-    say("capturing the step")
     wanted = [_number(budget) for budget in budgets] if budgets else None
     options = _options(time_limit, offload)
-    found = plan_for_each(call.model, *call.args, budgets=wanted, **options, **call.options)
+    with stdout_for_data():
+        call = _loaded(target)
+        found = plan_for_each(call.model, *call.args, budgets=wanted, **options, **call.options)
     write(found, as_json)
     return 0 if any(point.fits for point in found.points) else 3
 
@@ -91,20 +102,36 @@ def explain(target: Target, as_json: Json = False) -> int:
     \b
         memgraph explain train.py:setup
     """
-    say(f"loading {target}")
-    call = load_call(target)
-    say("capturing the step")
-    write(unplanned(call.model, *call.args, **call.options), as_json)
+    with stdout_for_data():
+        call = _loaded(target)
+        report = unplanned(call.model, *call.args, **call.options)
+    write(report, as_json)
     return 0
 
 
-def _options(time_limit: float | None, offload: str, **more: Any) -> dict[str, Any]:
-    return {"time_limit": time_limit, "offload": None if offload == "none" else offload, **more}
+def _loaded(target: str) -> Call:
+    say(f"loading {target}")
+    call = load_call(target)
+    say("capturing the step")
+    return call
+
+
+def _options(time_limit: float | None, offload: Offload, **more: Any) -> dict[str, Any]:
+    return {"time_limit": time_limit, "offload": None if offload is Offload.NONE else str(offload), **more}
 
 
 def _number(budget: str) -> str | float:
-    """Read a share of the device's memory, as 0.5; other budgets are parsed by `memgraph.plan`."""
-    return float(budget) if re.fullmatch(r"0?\.\d+|1\.0*", budget) else budget
+    """Return a budget as `memgraph.plan` takes it: a share of the device's memory, as 0.5, is a float.
+
+    Raises:
+        typer.BadParameter: it can't be read.
+    """
+    wanted = float(budget) if re.fullmatch(r"0?\.\d+|1\.0*", budget) else budget
+    try:
+        nbytes_within(wanted, 1 << 62, "any device")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return wanted
 
 
 def _save(report: Report, output: Path | None, html: Path | None, trace: Path | None, graphml: Path | None) -> None:

@@ -23,7 +23,8 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc]
 
     Forward of the trainer's model is replaced in place when the trainer is made, so that mixed precision, accumulation,
     clipping, evaluation, checkpoints and resuming work as without it.  States of the trainer's optimizer are counted
-    from the begin of training on.  `generate` runs the plain model.
+    from the begin of training on.  `generate` runs the plain model.  A loss that calls the model
+    twice before backward needs `forwards=2`.
 
     Args:
         budget: bytes of the device for the whole step, as in `memgraph.compile`.

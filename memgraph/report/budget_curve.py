@@ -99,12 +99,19 @@ class Sweep:
         return printed(self)
 
     def __rich__(self) -> RenderableType:
-        title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {mb(self.smallest)} will do"
+        title = (
+            f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {self.smallest} bytes will do"
+        )
         if self.greedy:
             title += f"\n{MISSING}: greedy plans, without a proven bound; {INSTALL}"
         lines, knee = table(title, *COLUMNS, right=COLUMNS[:-1]), self.knee
+        has_knee = sum(point.fits for point in self.points) > 2
         for point in self.points:
-            _add(lines, point, "knee" if point == knee else "smallest" if point.budget == self.smallest else "")
+            _add(
+                lines,
+                point,
+                "knee" if point == knee and has_knee else "smallest" if point.budget == self.smallest else "",
+            )
         return lines
 
 

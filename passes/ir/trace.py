@@ -189,7 +189,7 @@ def parse(text: str) -> Trace:
     ops: list[Op] = []
     outputs: tuple[tuple[str, str], ...] = ()
     phase = "forward"
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in filter(None, map(str.strip, text.split("\n"))):  # a source line may hold other ends of lines
         if line.endswith(":") and line[:-1] in PHASES:
             phase = line[:-1]
         elif line == "return" or line.startswith("return "):

@@ -40,6 +40,16 @@ def misspelt():
 
 def broken():
     raise ValueError("no data today")
+
+def exits():
+    raise SystemExit(0)
+
+def prints():
+    import os, subprocess, sys
+    print("from Python")
+    os.write(1, b"from the process\\n")
+    subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    return pair()
 """
 
 
@@ -68,6 +78,13 @@ def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path
     assert done.returncode == 0
     assert memgraph.Report.from_json(done.stdout).budget == 10**9
     assert "capturing" in done.stderr and "{" not in done.stderr
+
+
+def test_what_the_factory_prints_is_no_data(target: str) -> None:
+    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert memgraph.Report.from_json(done.stdout).budget == 10**9
+    assert all(f"from {each}" in done.stderr for each in ("Python", "the process", "a child"))
 
 
 def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +175,10 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
         (["plan", "{}:nothing", "--budget", "1GB"], "returned int, which has no module"),
         (["plan", "{}:misspelt", "--budget", "1GB"], "returned unknown arguments"),
         (["plan", "{}:setup", "--budget", "1GB", "--offlaod", "disk"], "No such option"),
+        (["plan", "{}:setup", "--budget", "8 gigs"], "can't be read"),
+        (["plan", "{}:setup", "--budget", "0"], "not positive"),
+        (["plan", "{}:setup", "--budget", "1GB", "--offload", "tape"], "tape"),
+        (["show", "{}", "--beside", "{}"], "--beside is for the page"),
         (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
         (["diff", "nowhere.json"], "Missing argument"),
     ],
@@ -173,8 +194,8 @@ def test_wrong_usage_is_exit_code_2(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["plan", "{}:setup", "--budget", "8 gigs"], "can't be read"),
-        (["plan", "{}:broken", "--budget", "1GB"], "no data today"),
+        (["plan", "{}:exits", "--budget", "1GB"], "ended the process, with exit code 0"),
+        (["plan", "{}:broken", "--budget", "1GB"], "no data today ("),
         (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
         (["show", "{}"], "not JSON"),
     ],

@@ -86,3 +86,10 @@ def test_the_file_has_a_version_and_no_pickle() -> None:
     facts = json.loads(planned().to_json())
     assert facts["memgraph"] == 5
     assert all(isinstance(line, str) for line in facts["step"] + facts["decisions"])
+
+
+def test_names_of_modules_may_hold_any_end_of_line() -> None:
+    model = torch.nn.Sequential()
+    model.add_module("a\u2028b\x85c\x0b\x1cd", torch.nn.Linear(4, 4))
+    report = memgraph.plan(model, torch.ones(2, 4), budget="1GB")
+    assert str(memgraph.Report.from_json(report.to_json())) == str(report)
