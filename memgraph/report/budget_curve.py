@@ -17,7 +17,7 @@ from rich.table import Table
 from passes import Offload, PlanResult, Recompute
 from passes.lp.solver import INSTALL, MISSING
 
-from .tables import mb, ms, printed, table
+from .tables import mb, mb_above, ms, printed, table
 
 COLUMNS = ("budget", "forecast", "step", "overhead", "bound", "gap", "kept", "recomputed", "offloaded", "decisions", "")
 
@@ -99,9 +99,7 @@ class Sweep:
         return printed(self)
 
     def __rich__(self) -> RenderableType:
-        title = (
-            f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {self.smallest} bytes will do"
-        )
+        title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {mb_above(self.smallest)} will do"
         if self.greedy:
             title += f"\n{MISSING}: greedy plans, without a proven bound; {INSTALL}"
         lines, knee = table(title, *COLUMNS, right=COLUMNS[:-1]), self.knee

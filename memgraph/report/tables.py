@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -32,6 +33,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 def mb(nbytes: int) -> str:
     """Format bytes as megabytes of 10^6, or as bytes below 0.1 MB."""
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
+
+
+def mb_above(nbytes: int) -> str:
+    """Format bytes as `mb` does, rounded up: a budget that is read off and given works."""
+    return mb(math.ceil(nbytes / 1e5) * 100_000 if nbytes >= 100_000 else nbytes)
 
 
 def ms(us: float) -> str:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,8 @@ def test_uplot_is_the_released_file_with_its_licence() -> None:
 
 def test_every_file_of_the_page_is_installed() -> None:
     root = FOLDER.parents[2]
-    kept = re.search(r"^memgraph = (\[.*\])$", (root / "pyproject.toml").read_text(), re.MULTILINE)
-    assert kept
-    installed = {path for pattern in json.loads(kept[1]) for path in (root / "memgraph").glob(pattern)}
+    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["memgraph"]
+    installed = {path for pattern in packaged for path in (root / "memgraph").glob(pattern)}
     there = {path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert there - installed == set()
 
