@@ -112,7 +112,7 @@ def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
     try:
         with torch.device("meta"):
             if named is not None:
-                made: nn.Module = named._from_config(config, dtype=dtype)
+                made: nn.Module = named(config).to(dtype)
             else:
                 made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:

@@ -99,7 +99,8 @@ class Sweep:
         return printed(self)
 
     def __rich__(self) -> RenderableType:
-        title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {mb_above(self.smallest)} will do"
+        title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}"
+        title += f"; {mb_above(self.smallest)} will do"
         if self.greedy:
             title += f"\n{MISSING}: greedy plans, without a proven bound; {INSTALL}"
         lines, knee = table(title, *COLUMNS, right=COLUMNS[:-1]), self.knee
