@@ -48,6 +48,10 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
     result = fitting_forwards(trace, machine, count, search)
     if result is None:
         smallest = smallest_budget(trace, machine, count)
+        if smallest <= machine.budget:  # what the quick passes find there fits here too
+            result = fitting_forwards(trace, replace(machine, budget=smallest), count, None)
+            if result is not None:
+                return result
         raise BudgetError(
             f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {smallest}, with "
             f"{count} forwards open at once. Each holds what it has saved until its backward.\n"
