@@ -1,1 +1,1 @@
-"""The command line: `memgraph plan`, `sweep`, `show`, `diff`, `explain`, `verify`, `doctor`, `demo`."""
+"""The command line: `memgraph plan`, `fit`, `sweep`, `show`, `diff`, `explain`, `verify`, `doctor`, `demo`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..api.compiler import compile, plan
 from ..report.tables import mb
-from .output import say, write
+from .output import save, say, write
 
 WIDTH, LAYERS, TOKENS, BATCH, CLASSES = 256, 8, 128, 8, 512
 SHARE = 0.6  # of what eager's step takes beyond parameters and gradients
@@ -58,11 +58,7 @@ def demo(
     write(compiled.plan, as_json=False)
     for step, (one, other) in enumerate(zip(*losses, strict=True), 1):
         print(f"step {step}: eager's loss {one:.6f}, under the budget {other:.6f}")
-    if output is not None:
-        output.write_text(compiled.plan.to_json())
-        say(f"wrote {output}")
-    if html is not None:
-        say(f"wrote {compiled.plan.to_html(html)}")
+    save(compiled.plan, output, html)
     same = losses[0] == losses[1]
     print("the losses are equal to the bit" if same else "THE LOSSES DIFFER: please report it")
     return 0 if same else 1

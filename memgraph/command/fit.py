@@ -28,10 +28,10 @@ from ..fit.largest import Largest, largest
 from ..fit.other_sizes import guessed_trace
 from ..guards.module_proxy import WithLoss
 from ..report.report import Report
-from ..system.byte_sizes import nbytes_within
 from ..system.device import HEADROOM
+from .budget_option import budget_within
 from .factory import load_factory, made_call
-from .output import say, write
+from .output import save, say, write
 
 SIZES = ("batch", "seq")
 
@@ -90,9 +90,7 @@ def fit(
     described = _described(target, getattr(torch, dtype), str(optimizer), most)
     sized = _Sized(described, Fitting(profile, allowed), {"batch": batch, "seq": seq})
     result = sized.planned(time_limit) if most is None else sized.largest(str(most), step)
-    if output is not None:
-        output.write_text(result.report.to_json())
-        say(f"wrote {output}")
+    save(result.report, output)
     write(result, as_json)
     return 0
 
@@ -108,11 +106,7 @@ def _budget(given: str | None, profile: DeviceProfile) -> int:
     """Return the bytes of a budget; by default all that the device has but the headroom of a GPU."""
     if given is None:
         return profile.memory - (max(HEADROOM, profile.memory * 3 // 100) if profile.kind == "cuda" else 0)
-    wanted = float(given) if re.fullmatch(r"0?\.\d+|1\.0*", given) else given
-    try:
-        return nbytes_within(wanted, profile.memory, profile.title or profile.name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    return budget_within(given, profile.memory, profile.title or profile.name)
 
 
 def _described(target: str, dtype: torch.dtype, optimizer: str, most: Sought | None) -> DescribedModel:

@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console, RenderableType
 
+from ..report.report import Report
 from ..report.tables import printed
 
 
@@ -32,6 +34,15 @@ def write(what: Writable, as_json: bool) -> None:
         Console().print(what)
     else:
         print(printed(what))
+
+
+def save(report: Report, output: Path | None, html: Path | None = None) -> None:
+    """Write a plan file and a page, where they are asked for."""
+    if output is not None:
+        output.write_text(report.to_json())
+        say(f"wrote {output}")
+    if html is not None:
+        say(f"wrote {report.to_html(html)}")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ memgraph explain train.py:setup
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +18,9 @@ from ..api.budget_sweep import sweep as plan_for_each
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
 from ..report.report import Report
-from ..system.byte_sizes import nbytes_within
+from .budget_option import budget_within, share_or_text
 from .factory import Call, load_call
-from .output import say, stdout_for_data, write
+from .output import save, say, stdout_for_data, write
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
@@ -69,7 +68,8 @@ def plan(
     with stdout_for_data():
         call = _loaded(target)
         report = plan_call(call.model, *call.args, budget=wanted, **options, **call.options)
-    _save(report, output, html, trace, graphml)
+    save(report, output, html)
+    _save_for_programs(report, trace, graphml)
     write(report, as_json)
     return 0
 
@@ -126,20 +126,11 @@ def _number(budget: str) -> str | float:
     Raises:
         typer.BadParameter: it can't be read.
     """
-    wanted = float(budget) if re.fullmatch(r"0?\.\d+|1\.0*", budget) else budget
-    try:
-        nbytes_within(wanted, 1 << 62, "any device")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    return wanted
+    budget_within(budget, 1 << 62, "any device")
+    return share_or_text(budget)
 
 
-def _save(report: Report, output: Path | None, html: Path | None, trace: Path | None, graphml: Path | None) -> None:
-    if output is not None:
-        output.write_text(report.to_json())
-        say(f"wrote {output}")
-    if html is not None:
-        say(f"wrote {report.to_html(html)}")
+def _save_for_programs(report: Report, trace: Path | None, graphml: Path | None) -> None:
     if trace is not None:
         trace.write_text(report.to_chrome_trace())
         say(f"wrote {trace}; open it at ui.perfetto.dev or chrome://tracing")

@@ -19,7 +19,7 @@ from ..graph.summarize import Cost
 from ..profile.memory_meter import resident_bytes
 from ..profile.op_profiler import is_view
 from ..profile.roofline import computed_dtype, roofline_us
-from .device_profile import DeviceProfile
+from .device_profile import PER_US, DeviceProfile
 
 
 class ProfilePrices:
@@ -39,7 +39,7 @@ class ProfilePrices:
 
     def copied_us(self, nbytes: int) -> float:
         """Return the time to read or write so many bytes of the device's memory."""
-        return round(nbytes / (self.profile.bandwidth * 1e-6), 1)
+        return round(nbytes / (self.profile.bandwidth * PER_US), 1)
 
 
 def in_blocks(trace: Trace, block: int) -> Trace:

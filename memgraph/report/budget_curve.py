@@ -50,6 +50,11 @@ class Point:
         """True if a plan was found."""
         return self.us < math.inf
 
+    @property
+    def facts(self) -> dict[str, float | None]:
+        """The fields for JSON; an infinite time is None."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -89,9 +94,7 @@ class Sweep:
 
     def to_json(self) -> str:
         """Return the points and the knee as JSON; an infinite time is null."""
-        points = [
-            {name: None if value == math.inf else value for name, value in asdict(p).items()} for p in self.points
-        ]
+        points = [point.facts for point in self.points]
         knee = None if self.knee is None else self.knee.budget
         return json.dumps({**asdict(self), "knee": knee, "points": points}, indent=1)
 

@@ -7,7 +7,6 @@ before.diff(after)   ->   peak 31.5 -> 24.1 MB; step 564.2 -> 590.0 ms
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from passes import Op, Plan, Trace
 
-from .tables import mb, ms, printed, table
+from .tables import layer_path, mb, ms, printed, table
 
 KEPT = "keep"
 ABSENT = "absent"
@@ -83,8 +82,7 @@ def changes(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> tuple[Chan
     """Return what is decided differently of two steps, each given with its plan."""
     folded: dict[tuple[str, str, str, str], Change] = {}
     for change in _each_change(before, after):
-        where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", change.where)
-        key = (change.before, change.after, change.fn, where)
+        key = (change.before, change.after, change.fn, layer_path(change.where))
         if key in folded:
             total = folded[key]
             change = Change(*key, total.nbytes + change.nbytes, total.count + 1)

@@ -9,7 +9,6 @@ kind  at the peak   kind  bytes  what  type  where           what  op  where  by
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from passes.lp.solver import INSTALL, MISSING
 
 from .report_data import ReportData
 from .step_times import LENGTH, is_off
-from .tables import mb, ms, table
+from .tables import layer_path, mb, ms, table
 
 TOP = 10  # rows of the table of the peak
 ASSUMPTIONS = 5  # that are printed
@@ -283,7 +282,7 @@ def _folded(rows: Iterable[Row]) -> list[Row]:
     """
     folded: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
-        where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", row.where)
+        where = layer_path(row.where)
         key = (row.verb, row.fn, where, row.why)
         total = folded.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
         path = where if total.count else row.where

@@ -6,25 +6,16 @@ read_report(saved)     ->   the fields of a Report with the same plan, forecast 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from passes import BrokenTrace, Forecast, PlanResult, Trace, apply, check, parse, predict
+from passes import BrokenTrace, Forecast, parse, predict
 
 from ..errors import PlanError
 from .report_data import Assumption, OpaqueRow, ReportData
-from .saved_plan import REPLAN, SavedPlan, record_plan
+from .saved_plan import REPLAN, TYPES, SavedPlan, carried_out, record_plan, typed
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int,),
-    "float": (float, int),
-    "float | None": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-}
 ROWS: dict[str, Callable[..., Any]] = {"assumptions": Assumption, "opaque": OpaqueRow}
 
 
@@ -52,31 +43,10 @@ def read_report(saved: SavedPlan) -> dict[str, Any]:
     try:
         facts, machine = dict(saved.facts), saved.machine
         lowered = facts.pop("lowered", None)
-        forecasts = predict(saved.step, machine), predict(_carried_out(saved), machine)
-        bounds = saved.bound_us, saved.any_us
-        choice = PlanResult(saved.plan, *forecasts, *bounds, facts.pop("greedy", False) is True, saved.proofs)
+        choice = replace(carried_out(saved), greedy=facts.pop("greedy", False) is True)
         rows = {name: tuple(make(**row) for row in facts.pop(name)) for name, make in ROWS.items() if name in facts}
         compiled: Forecast | None = lowered and predict(parse("\n".join(lowered)), machine)
         known = {"machine": machine, "choice": choice, "slices": saved.slices, "lowered": compiled}
-        return {**known, **rows, **_typed(facts)}
+        return {**known, **rows, **typed(ReportData, facts)}
     except (AttributeError, BrokenTrace, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the saved plan can't be shown: {type(error).__name__}: {error}; {REPLAN}") from error
-
-
-def _carried_out(saved: SavedPlan) -> Trace:
-    if not saved.plan:
-        return saved.step
-    applied = apply(saved.step, saved.plan)
-    check(applied)
-    return applied
-
-
-def _typed(facts: dict[str, Any]) -> dict[str, Any]:
-    """Check that facts are fields of a report, of their types, and finite."""
-    types = {each.name: TYPES[str(each.type)] for each in fields(ReportData) if str(each.type) in TYPES}
-    defaults = {each.name: each.default for each in fields(ReportData) if each.default is not MISSING}
-    for name, fact in facts.items():
-        well = isinstance(fact, types[name]) and (types[name] == (bool,) or not isinstance(fact, bool))
-        if not (well and (isinstance(fact, str) or math.isfinite(fact))) or name not in defaults:
-            raise TypeError(f"{name} is {fact!r}")
-    return facts

@@ -33,9 +33,12 @@ from passes import (
     PlanResult,
     Streaming,
     Trace,
+    apply,
+    check,
     parse,
     parse_plan,
     parse_proofs,
+    predict,
 )
 from passes.slices.slice import Slice, parse_slice
 
@@ -43,7 +46,14 @@ from ..errors import PlanError
 
 FORMAT = 5
 REPLAN = "plan again, without plan="
-TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+TYPES: dict[str, type] = {  # of fields, by annotation
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "float | None": float,
+    "str": str,
+    "bool": bool,
+}
 PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine
 
 
@@ -121,7 +131,7 @@ class SavedPlan:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
             slices = tuple(map(parse_slice, facts["slices"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
-            proven = _typed(cls, facts, names)
+            proven = typed(cls, facts, names)
             known, proofs = dict(facts["facts"]), parse_proofs(facts["proofs"])
             return cls(plan, step, _machine(facts["machine"]), **proven, slices=slices, facts=known, proofs=proofs)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -163,6 +173,18 @@ def saved_plan(given: PlanRecord) -> SavedPlan:
     return SavedPlan.from_json(text)
 
 
+def carried_out(saved: SavedPlan) -> PlanResult:
+    """Return the forecasts of a plan's own step, without its decisions and with them.
+
+    Raises:
+        BrokenTrace, KeyError, ValueError: the plan can't be carried out on its step.
+    """
+    applied = apply(saved.step, saved.plan)
+    check(applied)
+    forecasts = predict(saved.step, saved.machine), predict(applied, saved.machine)
+    return PlanResult(saved.plan, *forecasts, saved.bound_us, saved.any_us, proofs=saved.proofs)
+
+
 def without_prices(trace: Trace) -> Trace:
     """Drop microseconds, workspaces and source lines, which may differ between runs of the same step."""
     return replace(trace, ops=tuple(replace(op, us=0.0, workspace=0, where="") for op in trace.ops))
@@ -178,7 +200,7 @@ def _with_capped_tier(trace: Trace, machine: Machine) -> Machine:
     return replace(machine, link=replace(machine.link, capacity=min(machine.link.capacity, sum(trace.nbytes.values()))))
 
 
-def _typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+def typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
     """Check that facts have the types of a dataclass's fields.
 
     Raises:
@@ -207,8 +229,8 @@ def _machine(facts: dict[str, Any]) -> Machine:
     Raises:
         TypeError: a fact is of another type than its field.
     """
-    parts = {name: kind(**_typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
-    return Machine(**_typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
+    parts = {name: kind(**typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
+    return Machine(**typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
 
 
 def _seal(facts: dict[str, object]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -28,6 +29,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return empty
+
+
+def layer_path(where: str) -> str:
+    """Return a module path with a star for the numbers of layers, so that equal layers have one."""
+    return re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", where)
 
 
 def mb(nbytes: int) -> str:

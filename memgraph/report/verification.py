@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from passes import BoundProof, BrokenTrace, PlanResult, apply, check, predict, proven_us
+from passes import BoundProof, BrokenTrace, proven_us
 
 from ..errors import PlanError
-from .saved_plan import REPLAN, SavedPlan
+from .saved_plan import REPLAN, SavedPlan, carried_out
 from .tables import ms
 
 CLASSES = {
@@ -30,6 +30,7 @@ class Derived:
     """A bound of a class of plans.
 
     Attributes:
+        plans: the class, of CLASSES.
         claimed_us: microseconds that the file says every such plan adds to the step.
         proven_us: what its dual values prove; None if it has none for this class.
     """
@@ -94,14 +95,12 @@ def verify(saved: SavedPlan) -> Verification:
         PlanError: the plan can't be carried out on its step, or its proof is of another step.
     """
     try:
-        applied = apply(saved.step, saved.plan)
-        check(applied)
-        captured, forecast = predict(saved.step, saved.machine), predict(applied, saved.machine)
-        single = PlanResult(saved.plan, captured, forecast).is_single
-        bound = _derived(saved, "once" if single else "any_plan")
+        result = carried_out(saved)
+        bound = _derived(saved, "once" if result.is_single else "any_plan")
     except (BrokenTrace, KeyError, ValueError) as error:
         raise PlanError(f"the saved plan can't be verified: {type(error).__name__}: {error}; {REPLAN}") from error
-    return Verification(saved.machine.budget, forecast.peak, captured.us, forecast.us, bound)
+    peak, us = result.forecast.peak, result.forecast.us
+    return Verification(saved.machine.budget, peak, result.captured.us, us, bound)
 
 
 def _derived(saved: SavedPlan, plans: str) -> Derived:

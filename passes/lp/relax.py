@@ -89,18 +89,19 @@ def _converge(
     Returns the last solution, and its dual values as a proof of its objective.
     """
     best: Solution | None = None
-    proof: BoundProof | None = None
+    added = 0  # rows that the program of `best` had
     for left in reversed(range(rounds)):
         solution = model.lp.solve(max(0.0, work - model.lp.relax_work))
         if solution is None:
-            return (best, proof) if model.lp.out_of_work else (None, None)
-        best, proof = solution, BoundProof.of(model.rows.added, solution.duals)
+            best = best if model.lp.out_of_work else None
+            break
+        best, added = solution, len(model.rows.added)
         new = over_budget(model, Occupancy(model, best.values)) if left else []
         if not new:
             break
         for position in new:
             add_rows(position)
-    return best, proof
+    return best, None if best is None else BoundProof.of(model.rows.added[:added], best.duals)
 
 
 def _any_plan_over_budget(model: PlanModel, occupancy: Occupancy) -> list[int]:

@@ -14,12 +14,12 @@ from typing import Any
 
 from passes import KINDS, Forecast
 
+from ..chrome_trace import QUEUES
 from ..printout import decided, verdict
 from ..report_data import ReportData
 from .op_columns import durations, op_columns
 from .packing import Strings, packed
 
-QUEUES = ("compute", "out", "back", "net")
 Columns = dict[str, Any]
 
 

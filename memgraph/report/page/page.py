@@ -21,11 +21,12 @@ from typing import Any
 from passes import KINDS
 
 from ..budget_curve import Sweep
+from ..chrome_trace import QUEUES
 from ..printout import printout, verdict
 from ..report_data import ReportData
 from ..tables import printed
 from .budgets import budgets
-from .columns import QUEUES, columns
+from .columns import columns
 from .packing import Strings
 
 FOLDER = Path(__file__).parent

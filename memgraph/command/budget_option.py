@@ -1,0 +1,29 @@
+"""The option --budget: bytes, or a share of a device's memory.
+
+"24GB" -> 24000000000    "0.5" -> half of the memory
+"""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from ..system.byte_sizes import nbytes_within
+
+
+def share_or_text(given: str) -> str | float:
+    """Return a budget as `memgraph.plan` takes it: a share, as 0.5, is a float."""
+    return float(given) if re.fullmatch(r"0?\.\d+|1\.0*", given) else given
+
+
+def budget_within(given: str, memory: int, title: str) -> int:
+    """Return the bytes of a budget on a device with so much memory.
+
+    Raises:
+        typer.BadParameter: it can't be read, or is more than that.
+    """
+    try:
+        return nbytes_within(share_or_text(given), memory, title)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
