@@ -42,7 +42,7 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("capture, rest", planner, "capture_step"),
     ("grads", step_graph, "accumulate_grads"),
     ("price", pricing.Pricing, "__call__"),
-    ("summarize", pricing, "summarize"),
+    ("summarize", step_graph, "summarize"),
     ("links", pricing, "measure_links"),
     ("plan", search.PlanSearch, "__call__"),
     ("plan, adding", later_step, "plan_accumulated"),
