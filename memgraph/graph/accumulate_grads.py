@@ -26,13 +26,15 @@ def accumulate_grads(captured: Captured, hooked: Container[str]) -> fx.Graph:
     graph = copy_graph(captured.graph.graph)
     output = graph.output_node()
     inputs, results = graph.find_nodes(op="placeholder"), returned_values(graph)
-    owners = {role.name: node for role, node in zip(captured.inputs, inputs, strict=True) if role.kind == "parameter"}
+    roles = zip(captured.graph_inputs, inputs, strict=True)
+    owners = {(role.name, role.rows): node for role, node in roles if role.kind == "parameter"}
     last_input = inputs[-1]
-    for place, role in enumerate(captured.outputs):
+    for place, role in enumerate(captured.graph_outputs):
         if role.kind not in ("gradient", "shard"):
             continue
         with graph.inserting_after(last_input):
-            last_input = _gradient_input(graph, owners[role.name] if role.kind == "gradient" else results[place])
+            owner = owners[role.name, role.rows] if role.kind == "gradient" else results[place]
+            last_input = _gradient_input(graph, owner)
         if role.kind == "shard" or role.name not in hooked:
             with graph.inserting_after(results[place]):
                 results[place] = _accumulate(graph, last_input, results[place])

@@ -6,12 +6,13 @@ placeholders `inputs`  ->  forward ops, backward ops  ->  results `outputs`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
+from passes.slices.row_blocks import Rows
 from passes.slices.slice import Slice
 
 from ..tensors.differentiable import is_cut_off, is_differentiable
@@ -48,6 +49,10 @@ class Captured:
     `counters` are numbers on the module that forward changes, and on which the graph does not depend.
 
     `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
+
+    `blocks`: the graph has an input, and a result for the gradient, for each of these rows of a parameter. `inputs` and
+    `outputs` are those of the call, `graph_inputs` and `graph_outputs` those of the graph. Sums over the blocks of
+    `rounded_blocks` round otherwise than on the whole.
     """
 
     graph: fx.GraphModule
@@ -74,6 +79,42 @@ class Captured:
     slices: tuple[Slice, ...] = ()
     whole: Captured | None = None
     whole_nbytes: int = 0
+    blocks: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
+    rounded_blocks: frozenset[str] = frozenset()
+
+    @property
+    def graph_inputs(self) -> tuple[Input, ...]:
+        """The role of each placeholder."""
+        return tuple(
+            replace(role, rows=rows) for role in self.inputs for rows in self._rows(role, role.kind == "parameter")
+        )
+
+    @property
+    def graph_outputs(self) -> tuple[Output, ...]:
+        """The role of each result."""
+        return tuple(
+            replace(role, rows=rows) for role in self.outputs for rows in self._rows(role, role.kind == "gradient")
+        )
+
+    def in_blocks(self, roles: Sequence[Input | Output], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the tensors of inputs or results of the call as those of the graph: with views of rows."""
+        if not self.blocks:
+            return list(tensors)
+        found: list[Tensor | None] = []
+        for role, tensor in zip(roles, tensors, strict=True):
+            blocks = self._rows(role, role.kind in ("parameter", "gradient"))
+            whole = tensor.detach() if tensor is not None and blocks != (None,) else tensor
+            found += [whole if rows is None or whole is None else whole[slice(*rows)] for rows in blocks]
+        return found
+
+    def joined_nbytes(self, sizes: Sequence[int]) -> list[int]:
+        """Return bytes of gradients and shards, given those of the graph's gradients and shards in their order."""
+        left = iter(sizes)
+        roles = [role for role in self.outputs if role.kind in ("gradient", "shard")] if sizes else []
+        return [sum(next(left) for _ in self._rows(role, role.kind == "gradient")) for role in roles]
+
+    def _rows(self, role: Input | Output, of_parameter: bool) -> tuple[Rows | None, ...]:
+        return self.blocks.get(role.name, (None,)) if of_parameter else (None,)
 
     @property
     def unsliced(self) -> Captured:
@@ -92,11 +133,12 @@ class Captured:
 
 @dataclass(frozen=True)
 class Input:
-    """The role of a placeholder. A tangent has the index of its output."""
+    """The role of a placeholder: a tensor, or some rows of a parameter. A tangent has the index of its output."""
 
     kind: Literal["parameter", "buffer", "input", "tangent"]
     name: str = ""
     index: int = -1
+    rows: Rows | None = None
 
     @property
     def label(self) -> str:
@@ -106,11 +148,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """The role of a result: an output, a gradient of a parameter or an input, or this rank's shard of a bucket."""
+    """The role of a result: an output, a gradient of a parameter, of some of its rows, or of an input, or this rank's
+    shard of a bucket."""
 
     kind: Literal["output", "gradient", "input_gradient", "shard"]
     name: str = ""
     index: int = -1
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)

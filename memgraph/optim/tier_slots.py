@@ -3,6 +3,7 @@
 offload(a, 0), reload(..., 0)      ->   slot 0: 4194304 bytes of this step's own
 reload(w, 1)                       ->   slot 1: the slice of parameter fc.weight
 offload(g, 2), return ticket       ->   slot 2: the slice of its gradient
+reload(w__rows_2, 3)               ->   slot 3: some rows of the slice of a parameter
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+
+from passes.slices.row_blocks import Rows
 
 from ..graph.captured import Captured
 from ..graph.nodes import returned_values, tensors
@@ -27,11 +30,18 @@ OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.
 
 @dataclass(frozen=True, eq=False)
 class TierSlot:
-    """A slot: a fake tensor for its layout, and the key of the state that it holds, if any."""
+    """A slot: a fake tensor for its layout, and the key of the state that it holds, if any, or `rows` of it."""
 
     fake: Tensor
     key: Key | None = None
     is_offloaded: bool = False  # by the graph, which else only reloads it
+    rows: Rows | None = None
+
+    def slice_of(self, whole: BufferSlice) -> BufferSlice:
+        """Return the slice of this slot, given that of the state."""
+        if self.rows is None:
+            return whole
+        return whole.part(self.rows[0] * (self.fake.nbytes // self.fake.shape[0]), self.fake.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -42,14 +52,16 @@ class TierSlot:
 def tier_slots(graph: fx.Graph, captured: Captured) -> tuple[TierSlot, ...]:
     """Return all slots of a graph, by number."""
     inputs = dict(zip(graph.find_nodes(op="placeholder"), _input_keys(captured), strict=False))
-    outputs = {node: role.name for node, role in zip(returned_values(graph), captured.outputs, strict=True)}
+    outputs = dict(zip(returned_values(graph), captured.graph_outputs, strict=True))
     slots: dict[int, TierSlot] = {}
     for node in graph.nodes:
         if node.target is OFFLOAD:
-            key = (GRADIENT, outputs[node]) if node in outputs else None
-            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, is_offloaded=True)
+            role = outputs.get(node)
+            key, rows = ((GRADIENT, role.name), role.rows) if role is not None else (None, None)
+            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, is_offloaded=True, rows=rows)
         elif node.target is RELOAD and node.args[0] in inputs:
-            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], inputs[node.args[0]])
+            key, rows = inputs[node.args[0]]
+            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, rows=rows)
     return tuple(slots[number] for number in range(len(slots)))
 
 
@@ -59,15 +71,26 @@ def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
     reloaded = {node.args[0] for node in graph.nodes if node.target is RELOAD}
     return {
         key: tensors(node)[0]
-        for node, key in inputs
-        if OFFLOADED in node.meta and node not in reloaded and key[0] == PARAMETER
+        for node, (key, rows) in inputs
+        if OFFLOADED in node.meta and node not in reloaded and key[0] == PARAMETER and rows is None
     }
 
 
-def _input_keys(captured: Captured) -> list[Key]:
-    """A key for each placeholder, as if all were parameters; those of gradients to accumulate into come last."""
-    parameters = [(PARAMETER, role.name) for role in captured.inputs]
-    return [*parameters, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
+def block_layouts(captured: Captured) -> dict[str, Tensor]:
+    """Return the parameters that a step reads in blocks, as meta tensors."""
+    placeholders = captured.graph.graph.find_nodes(op="placeholder")
+    parts = {role.name: tensors(node)[0] for node, role in zip(placeholders, captured.graph_inputs, strict=True)}
+    return {
+        name: torch.empty(blocks[-1][1], *parts[name].shape[1:], dtype=parts[name].dtype, device="meta")
+        for name, blocks in captured.blocks.items()
+    }
+
+
+def _input_keys(captured: Captured) -> list[tuple[Key, Rows | None]]:
+    """The key and rows of each placeholder, as if all were parameters; those of gradients to add to come last."""
+    parameters = [((PARAMETER, role.name), role.rows) for role in captured.graph_inputs]
+    gradients = (role for role in captured.graph_outputs if role.kind == "gradient")
+    return [*parameters, *(((GRADIENT, role.name), role.rows) for role in gradients)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +109,22 @@ class OffloadedSlots:
         self, placement: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
         unread: Mapping[Key, Tensor],
     ) -> None:  # fmt: skip
-        self.placement, self.states, self.unread = placement, states, unread
+        self.placement, self.states, self.blocks = placement, states, step.blocks
         self.placed: PlacementKey | None = None
-        self.slots = {number: (slot.key, slot.fake) for number, slot in enumerate(slots) if slot.key}
+        self.slots = {number: (slot.key, slot) for number, slot in enumerate(slots) if slot.key}
+        roles = [role for role in step.outputs if role.kind != "output"]
+        layouts = block_layouts(step)
+        self.fakes = {key: slot.fake if slot.rows is None else layouts[key[1]] for key, slot in self.slots.values()}
+        # A gradient in blocks is on the tier whatever a plan says of them: no memory of the device could join them.
+        joined = {role.name: layouts[role.name] for role in roles if role.kind == "gradient" and role.name in layouts}
+        self.fakes |= {(GRADIENT, name): layout for name, layout in joined.items()} | dict(unread)
         inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
-        self.inputs = [inputs.index(key) for key in self._fakes() if key[0] == PARAMETER]
-        gradients = [role.name for role in step.outputs if role.kind != "output"]
-        numbers = {slot.key[1]: number for number, slot in enumerate(slots) if slot.key and slot.is_offloaded}
-        self.offloaded = {gradients.index(name): number for name, number in numbers.items()}  # position -> slot
+        self.inputs = [inputs.index(key) for key in self.fakes if key[0] == PARAMETER]
+        offloaded = {(key[1], slot.rows): number for number, (key, slot) in self.slots.items() if slot.is_offloaded}
+        self.offloaded = offloaded  # name and rows of a gradient -> slot
+        names = {name for name, _ in offloaded} | joined.keys()
+        self.results = [role.name if role.kind == "gradient" else "" for role in roles]
+        self.gradients = {position: name for position, name in enumerate(self.results) if name in names}
 
     def place(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
         """Offload what is not in the tier yet, and return the slice of each slot; `tensors` are the step's inputs."""
@@ -105,7 +136,7 @@ class OffloadedSlots:
 
     def release_to(self, other: OffloadedSlots | None) -> None:
         """Move to the device what a plan that replaces this one does not offload."""
-        dropped = self._fakes().keys() - (other._fakes().keys() if other is not None else set())
+        dropped = self.fakes.keys() - (other.fakes.keys() if other is not None else set())
         states = self.states.deactivate(other.states.owners if other is not None else ())
         self.placement.move_to_device((name for kind, name in dropped if kind == PARAMETER), states)
 
@@ -121,62 +152,74 @@ class OffloadedSlots:
             SpillError: the disk has no space for them.
         """
         fakes: dict[str, Tensor] = {}
-        for position, number in self.offloaded.items():
-            (_, name), fake = self.slots[number]
+        for position, name in self.gradients.items():
             sink = grad_sinks[position]
             gradient = sink.grad if sink is not None else None
             if gradient is not None:
                 self.placement.adopt_gradient(name, gradient)
             if sink is None or (self.placement.is_referenced(name) if gradient is None else not adds):
-                fakes[name] = fake
+                fakes[name] = self.fakes[GRADIENT, name]
         new = self.placement.new_buffers(fakes) if fakes else {}
-        gradients = self.placement.gradients | new
-        slices = {
-            number: buffer_slice_of(gradients[name])
-            for number, ((kind, name), _) in self.slots.items()
-            if kind == GRADIENT
+        slices = {name: buffer_slice_of(gradient) for name, gradient in (self.placement.gradients | new).items()}
+        of_slots = {
+            number: slot.slice_of(whole)
+            for number, ((kind, name), slot) in self.slots.items()
+            if kind == GRADIENT and (whole := slices[name])
         }
-        separate = {position: new[self._name(position)] for position in self.offloaded if self._name(position) in new}
-        return separate, {number: slice for number, slice in slices.items() if slice}
+        return {position: new[name] for position, name in self.gradients.items() if name in new}, of_slots
 
     def finish_backward(
         self, gradients: Sequence[Tensor], grad_sinks: Sequence[Tensor | None], separate: Mapping[int, Tensor],
         sent: Mapping[int, Tensor],
     ) -> list[Tensor]:  # fmt: skip
-        """Return the gradients, with mapped tensors in place of the tickets of offloaded ones."""
-        results = list(gradients)
-        for position, number in self.offloaded.items():
-            name, sink = self._name(position), grad_sinks[position]
+        """Return the gradients, with mapped tensors in place of blocks, and of the tickets of offloaded ones."""
+        results = self._joined(gradients, separate, sent)
+        for position, name in self.gradients.items():
+            sink, result = grad_sinks[position], results[position]
             if sink is not None and sink.grad is not None:
                 if position in separate:  # another step ran backward since this one's forward
-                    sink.grad.add_(alias_storage_as(separate[position], sent[number]))
+                    sink.grad.add_(result)
                 results[position] = sink.grad
-            else:
-                if sink is not None and position in separate:
+            elif sink is not None:
+                if position in separate:
                     self.placement.gradients[name] = separate[position]
-                results[position] = alias_storage_as(
-                    separate.get(position, self.placement.gradients[name]), sent[number]
-                )
-                if sink is not None:
-                    sink.grad = results[position]
+                sink.grad = result
+        return results
+
+    def _joined(
+        self, gradients: Sequence[Tensor], separate: Mapping[int, Tensor], sent: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Return one gradient for each result, given those of the graph."""
+        left, results = iter(gradients), list[Tensor]()
+        for position, name in enumerate(self.results):
+            parts = {rows: next(left) for rows in self.blocks.get(name, (None,))}
+            if position not in self.gradients:
+                results += parts.values()
+                continue
+            whole = separate.get(position, self.placement.gradients[name])
+            if name not in self.blocks:
+                whole = alias_storage_as(whole, sent[self.offloaded[name, None]])
+            for rows, part in parts.items():
+                if rows is not None and (name, rows) not in self.offloaded:
+                    _fill(whole[slice(*rows)], part)
+            results.append(whole)
         return results
 
     def _place(self, tensors: Sequence[Tensor]) -> PlacementKey:
-        slices = self.placement.place(self._fakes(), self.states.activate())
-        by_slot = {number: slices[key] for number, (key, _) in self.slots.items()}
+        slices = self.placement.place(self.fakes, self.states.activate())
+        by_slot = {number: slot.slice_of(slices[key]) for number, (key, slot) in self.slots.items()}
         return PlacementKey(self._addresses(tensors), by_slot, list(map(buffer_slice_of, self._states())))
 
-    def _fakes(self) -> dict[Key, Tensor]:
-        """All offloaded parameters and gradients."""
-        return dict(self.slots.values()) | dict(self.unread)
-
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
-        gradients = [self.placement.gradients[name] for (kind, name), _ in self.slots.values() if kind == GRADIENT]
+        gradients = [self.placement.gradients[name] for kind, name in self.fakes if kind == GRADIENT]
         offloaded = (*(tensors[i] for i in self.inputs), *gradients, *self._states())
         return [os.getpid(), *(tensor.data_ptr() for tensor in offloaded)]
 
     def _states(self) -> list[Tensor]:
         return [tensor for state in self.states.states() for tensor in elementwise_states(state).values()]
 
-    def _name(self, position: int) -> str:
-        return self.slots[self.offloaded[position]][0][1]
+
+def _fill(rows: Tensor, part: Tensor) -> None:
+    """Copy a block that is on the device, unless backward has added to these very rows."""
+    if rows.data_ptr() != part.data_ptr():
+        rows.copy_(part)

@@ -34,9 +34,9 @@ STATE = "optimizer_state"  # one trace value per part of the states, named optim
 
 
 def parameter_values(graph: fx.Graph, captured: Captured, named: Mapping[str, Tensor]) -> dict[Tensor, tuple[str, ...]]:
-    """Map each parameter of the module to its value and its gradient's value in the trace."""
-    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=False)
-    outputs = zip(returned_values(graph), captured.outputs, strict=True)
+    """Map each parameter of the module to its values and those of its gradient in the trace: one, or one a block."""
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.graph_inputs, strict=False)
+    outputs = zip(returned_values(graph), captured.graph_outputs, strict=True)
     roles: list[tuple[fx.Node, Input | Output]] = [*inputs, *outputs]
     values: dict[Tensor, tuple[str, ...]] = {}
     for node, role in roles:

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
 
+from ..graph.captured import Captured
 from ..graph.host_draws import draws_on_host
 from ..graph.partition import Partition, partition
 from ..graph.rewrite import rewrite
@@ -21,6 +22,7 @@ from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_para
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..report.report import Report
+from ..report.report_data import RowBlocks
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
@@ -82,7 +84,7 @@ class Assembly:
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
             value_run=captured.value_run_nbytes, slices=captured.slices,
-            whole=captured.whole_nbytes,
+            whole=captured.whole_nbytes, row_blocks=_row_blocks(captured),
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -124,8 +126,13 @@ class Assembly:
     ) -> OffloadedSlots | None:
         """Return the slots of parameters, gradients and optimizer state, if the plan offloads any."""
         streams = any(isinstance(decision, Stream) for decision in result.plan)
-        if not streams and not any(slot.key for slot in slots):
+        if not streams and not step.captured.blocks and not any(slot.key for slot in slots):
             return None
         states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.parts)
         unread = unread_parameters(graph, step.captured)
         return OffloadedSlots(self.state.placement, slots, step.captured, states, unread)
+
+
+def _row_blocks(captured: Captured) -> tuple[RowBlocks, ...]:
+    rounded = captured.rounded_blocks
+    return tuple(RowBlocks(name, rows[0][1], len(rows), name in rounded) for name, rows in captured.blocks.items())

@@ -8,7 +8,7 @@ fuse_update, sharded optimizer  ->   updates and collectives between the ops
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,6 +25,8 @@ from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
+from ..report.report_file import row_sizes
+from ..slices.step_blocks import BlockRequest, in_blocks
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
@@ -35,13 +37,29 @@ from .step_graph import Call, StepGraph, graphs_of
 from .target import Target
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """What is tried in parts: chains of ops, and weights.
+
+    Attributes:
+        extent: how far slices="auto" goes.
+        level: how many weights come in blocks of rows, and how small these are.
+    """
+
+    extent: Extent = "once"
+    level: int = 0
+
+
+WHOLE = Cuts()
+
+
 def capture_step(
     call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None,
-    shares: bool = True, extent: Extent = "once",
+    shares: bool = True, cuts: Cuts = WHOLE,
 ) -> StepGraph:  # fmt: skip
     """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
 
-    If it `shares`, it may be made of a step with symbols for lengths. slices="auto" goes as far as `extent`.
+    If it `shares`, it may be made of a step with symbols for lengths. slices="auto" goes as far as `cuts` say.
 
     Raises:
         CaptureError: the call can't be captured.
@@ -51,8 +69,8 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request = _slices(where, options, extent)
-        shares = shares and not request.is_made and not where.lowers
+        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts.level, state)
+        shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
             if made := step_at_length(call, call.general, where, state, options, numbered):
@@ -61,6 +79,7 @@ def capture_step(
                 return made
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
         captured = in_slices(captured, request, partial(_with_update, captured=captured, state=state))
+        captured = in_blocks(captured, blocks)
         captured, trained = state.insert_ops(captured, state.trained(captured))
     ranks = state.ranks(trained, where.device)
     ranks.check_new_step()
@@ -78,6 +97,16 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
     """Return the slices that the options, or a saved plan, ask for."""
     saved = tuple(plan.slices for plan in options.plans if plan.slices)
     return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
+
+
+def _blocks(target: Target, options: CompileOptions, level: int, state: OptimizerState) -> BlockRequest:
+    """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
+    is_streamed = target.tier is not None and options.cuda_graphs is not True
+    if not is_streamed or state.fused_update is not None or state.sharded is not None:
+        return BlockRequest()
+    if options.plans:
+        return BlockRequest(saved=tuple(row_sizes(plan) for plan in options.plans))
+    return BlockRequest(level, options.slices == "auto")
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:

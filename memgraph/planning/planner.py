@@ -14,17 +14,18 @@ from typing import Any
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
+from passes.slices.row_blocks import LEVELS
 
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
-from ..slices.step_slices import EXTENTS, Extent
+from ..slices.step_slices import EXTENTS
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
-from .capture_step import capture_step
+from .capture_step import WHOLE, Cuts, capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
 from .pricing import Pricing
@@ -36,6 +37,7 @@ from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
 LOG = logging.getLogger(__name__)
+ATTEMPTS = (*(Cuts(extent) for extent in EXTENTS), *(Cuts("once", level) for level in range(1, LEVELS + 1)))
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,13 @@ class Refused:
     Attributes:
         smallest: the fewest bytes for which a plan was found.
         is_sliced: chains of it run in parts.
+        ranks_agree: it is planned by several ranks, which all have to try the same.
         refuse: raises the error, or returns what is planned instead.
     """
 
     smallest: int
     is_sliced: bool
+    ranks_agree: bool
     refuse: Callable[[], OtherOutputsDropped]
 
 
@@ -135,9 +139,13 @@ class Planner:
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
     ) -> Step | OtherOutputsDropped:
         refused: list[Refused] = []
-        for extent in EXTENTS:
+        for cuts in ATTEMPTS:
+            if refused and not self._may_help(cuts, refused[0]):
+                continue
             began = time.perf_counter()
-            graph = self._capture(call, progress, earlier, extent)
+            graph = self._capture(call, progress, earlier, cuts)
+            if cuts.level and not graph.captured.blocks:
+                break
             try:
                 planned = self._planned_graph(call, graph, progress, earlier, began)
             except LayoutsDiffer:
@@ -145,13 +153,17 @@ class Planner:
             if not isinstance(planned, Refused):
                 return planned
             refused.append(planned)
-            if self.options.slices != "auto" or graph.ranks.plan_together:
-                break
-            if extent == "twice" and not refused[0].is_sliced:
-                break  # it was tried whole
             # The graph is that of another step if it is in slices, or has updates.
             earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
         return min(refused, key=lambda each: each.smallest).refuse()
+
+    def _may_help(self, cuts: Cuts, first: Refused) -> bool:
+        """Return True if a step that was refused may fit with these cuts."""
+        if first.ranks_agree or self.options.plans:
+            return False
+        if cuts.level:
+            return True
+        return self.options.slices == "auto" and (cuts.extent != "whole" or first.is_sliced)
 
     def _planned_graph(
         self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
@@ -180,16 +192,16 @@ class Planner:
                 raise budget_error(failed, call, graph, later.needed_nbytes, suggest) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, bool(graph.captured.slices), refuse)
+            return Refused(smallest, bool(graph.captured.slices), graph.ranks.plan_together, refuse)
         step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
 
     def _capture(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, extent: Extent = "once"
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, cuts: Cuts = WHOLE
     ) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused, extent=extent)
+            return capture_step(call, self._current_target, self.state, self.options, reused, cuts=cuts)
 
     def _current_target(self) -> Target:
         target = self.targets.current()

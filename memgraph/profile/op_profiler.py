@@ -100,7 +100,7 @@ class OpProfiler:
     def together(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
         """Read the costs of these ops from disk at once, and write new ones at once: each access takes a while."""
         ops = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_opaque(node)]
-        keys = {key: _device(node) for node in ops if (key := _key(node, self.modes)) not in _known}
+        keys = {key: _device(node) for node in ops if (key := op_key(node, self.modes)) not in _known}
         self._on_disk = read_all_cached([_cache_key(key, device) for key, device in keys.items()])
         self._unwritten = {}
         try:
@@ -121,7 +121,7 @@ class OpProfiler:
         self.counted()
         if is_opaque(node):  # it was measured while it was captured, on the tensors of the call
             return OpCost(Cost(*opaque_cost(node)), None)
-        key, times = _key(node, self.modes), self.times and time.monotonic() < self.until
+        key, times = op_key(node, self.modes), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])
         cache_key = _cache_key(key, _device(node))
@@ -205,7 +205,7 @@ def kernel_modes_text() -> str:
     return f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
 
 
-def _key(node: fx.Node, modes: str = "") -> str:
+def op_key(node: fx.Node, modes: str = "") -> str:
     """Return a key that is equal for nodes with the same kernels and sizes; `modes` are read if not given."""
     describe_tensor = _describe_storage if node.target in COPY_STORAGES else _describe_tensor
 

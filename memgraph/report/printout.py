@@ -52,6 +52,7 @@ def verdict(report: ReportData) -> str:
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
         *_sliced(report),
+        *_in_blocks(report),
         *_exchanged(report),
         *_compiled(report),
         *([report.recorded] if report.recorded else []),
@@ -139,6 +140,15 @@ def _sliced(report: ReportData) -> list[str]:
         lines.append(f"  {cut.rows} rows in {count} parts: {len(cut.rules)} ops of {', '.join(modules)}{adds}{again}")
     needs = mb(report.choice.captured.peak)
     return [f"in slices, with which the step needs {needs} without a plan:", *lines]
+
+
+def _in_blocks(report: ReportData) -> list[str]:
+    """Show the weights that come in blocks of rows."""
+    lines = [
+        f"  {row.weight}: {row.blocks} blocks of {row.rows} rows" + "; sums over them round differently" * row.rounds
+        for row in report.row_blocks
+    ]
+    return ["weights that come, and whose gradients go, in blocks of rows:", *lines] if lines else []
 
 
 def _adding(report: ReportData) -> list[str]:

@@ -43,6 +43,21 @@ class OpaqueRow:
     failures: int
 
 
+@dataclass(frozen=True)
+class RowBlocks:
+    """A weight that comes, and whose gradient goes, in blocks of rows.
+
+    Attributes:
+        rows: of a block; the last one has the rest.
+        rounds: sums over blocks round otherwise than sums over the whole.
+    """
+
+    weight: str
+    rows: int
+    blocks: int
+    rounds: bool
+
+
 @dataclass(frozen=True, eq=False)
 class ReportData:
     """The plan of one call signature, its forecast, and its measurements.
@@ -77,6 +92,7 @@ class ReportData:
         opaque: submodules that run as they are, each call as one op.
         slices: chains of ops that run in parts of their rows.
         whole: peak bytes of the step as captured, without slices; 0 if there are none.
+        row_blocks: weights that come in blocks of rows.
         value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
@@ -107,6 +123,7 @@ class ReportData:
     opaque: tuple[OpaqueRow, ...] = ()
     slices: tuple[Slice, ...] = ()
     whole: int = 0
+    row_blocks: tuple[RowBlocks, ...] = ()
     value_run: int = 0
     unmeasured: str = ""
 

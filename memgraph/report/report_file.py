@@ -13,10 +13,10 @@ from typing import Any
 from passes import BrokenTrace, Forecast, parse, predict
 
 from ..errors import PlanError
-from .report_data import Assumption, OpaqueRow, ReportData
+from .report_data import Assumption, OpaqueRow, ReportData, RowBlocks
 from .saved_plan import REPLAN, TYPES, SavedPlan, carried_out, record_plan, typed
 
-ROWS: dict[str, Callable[..., Any]] = {"assumptions": Assumption, "opaque": OpaqueRow}
+ROWS: dict[str, Callable[..., Any]] = {"assumptions": Assumption, "opaque": OpaqueRow, "row_blocks": RowBlocks}
 
 
 def write_report(report: ReportData) -> SavedPlan:
@@ -32,6 +32,18 @@ def write_report(report: ReportData) -> SavedPlan:
     if report.choice.greedy:
         facts["greedy"] = True
     return record_plan(report.choice, report.machine, report.slices, facts)
+
+
+def row_sizes(saved: SavedPlan) -> dict[str, int]:
+    """Return the weights that a saved plan has in blocks, with the rows of a block.
+
+    Raises:
+        PlanError: they can't be read.
+    """
+    try:
+        return {str(row["weight"]): int(row["rows"]) for row in saved.facts.get("row_blocks", ())}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"the saved plan has blocks that can't be read: {error}; {REPLAN}") from error
 
 
 def read_report(saved: SavedPlan) -> dict[str, Any]:

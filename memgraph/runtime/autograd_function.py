@@ -163,7 +163,7 @@ class BackwardPass:
         try:
             self._begin()
             gradients = self._without_shards(self._computed(added))
-            if slots is not None:
+            if slots is not None:  # which joins blocks
                 kept = [None if gone else owner for owner, gone in zip(self.owners, self.missing, strict=True)]
                 gradients = slots.finish_backward(gradients, kept, apart, run.slot_layouts)
         except BaseException as error:
@@ -209,7 +209,8 @@ class BackwardPass:
     def _existing_gradients(self) -> list[Tensor | None]:
         """Return the gradient to add to, for each gradient of a parameter."""
         rows = zip(self.roles.gradients, self.owners, strict=True)
-        return [None if owner is None else owner.grad for role, owner in rows if role.kind == "gradient"]
+        existing = [None if owner is None else owner.grad for role, owner in rows if role.kind == "gradient"]
+        return self.parts.gradients_in_blocks(existing)
 
     def _begin(self) -> None:
         """Prepare what updates parameters, or averages gradients over ranks, during this backward."""
@@ -241,7 +242,7 @@ class BackwardPass:
 
     def _without_shards(self, results: list[Tensor]) -> list[Tensor]:
         """Return the gradients; this rank's shards of averaged buckets go to the sharded optimizer."""
-        count = len(self.roles.gradients)
+        count = len(results) - len(self.roles.shards)
         if self.parts.sharded_grads is not None and self.roles.shards:
             self.parts.sharded_grads.add_shards(dict(zip(self.roles.shards, results[count:], strict=True)))
         return results[:count]

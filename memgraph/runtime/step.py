@@ -105,6 +105,8 @@ class Step:
         with _window(meter):
             run = self._begin(tensors, meter, others)
             run.floats = floats
+            if self.parts.captured.blocks:
+                run.in_blocks = self.parts.inputs_in_blocks
         run.rank_check, run.compare_guards = self.parts.rank_check.begin(), self.parts.rank_check.compare_guards
         if run.gather is not None:
             run.check_ranks()

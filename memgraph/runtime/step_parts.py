@@ -82,8 +82,17 @@ class StepParts:
     def of(cls, captured: Captured, halves: Partition, trace: Trace, tier: Tier | None = None) -> StepParts:
         """Return the parts of a step that runs `trace`; `replace` adds the optional ones."""
         update_ops = updated_parameters(halves.backward.graph) if halves.backward and captured.updates else {}
-        added_nbytes = [op.nbytes for op in trace.ops if op.fn == "gradient"]
+        added_nbytes = captured.joined_nbytes([op.nbytes for op in trace.ops if op.fn == "gradient"])
         return cls(captured, halves, TensorRoles.of(captured, added_nbytes, update_ops.values()), update_ops, tier)
+
+    def inputs_in_blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that the graph reads: of some parameters, views of their rows."""
+        roles = [role for role in self.captured.inputs if role.kind != "tangent"]
+        return [x for x in self.captured.in_blocks(roles, tensors) if x is not None]
+
+    def gradients_in_blocks(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of parameters that the graph adds to: of some, views of their rows."""
+        return self.captured.in_blocks([role for role in self.roles.gradients if role.kind == "gradient"], gradients)
 
     def halves_without(self, unused: frozenset[int]) -> Partition:
         """Return the halves for a backward in which these outputs get no gradient."""

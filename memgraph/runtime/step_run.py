@@ -56,6 +56,9 @@ class StepRun:
     caller_inputs: Sequence[int] = ()  # positions of the caller's tensors among the inputs
     states_nbytes: int | None = None  # optimizer state that existed when this run began
     floats: Sequence[float] = ()  # of the call; both halves read them
+    in_blocks: Callable[[Sequence[Tensor]], list[Tensor]] = staticmethod(
+        lambda tensors: [*tensors]
+    )  # what the graph reads of its inputs
     explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext  # words for an allocator's error
 
     def __init__(self, halves: Partition, tier: Tier | None, recording: RecordedStep | None = None) -> None:
@@ -106,9 +109,10 @@ class StepRun:
 
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """Run forward and return its outputs; what backward needs is saved here."""
+        given = self.in_blocks(tensors)
         try:
             with self.wall:
-                values = self._forward(tensors)
+                values = self._forward(given)
         except BaseException as error:
             if self.gather is not None:
                 self.gather.close()
@@ -125,10 +129,10 @@ class StepRun:
         ]
         del values[outputs:]
         self.ended = self.halves.backward is None
-        known = [*tensors, *values]
-        of_caller = (known[i] for i in (*self.caller_inputs, *range(len(tensors), len(known))))
+        of_caller = (*(tensors[i] for i in self.caller_inputs), *values)
         self._caller_tensors = [weakref.ref(tensor) for tensor in of_caller if tensor is not None]
-        read = [known[i] if i < len(tensors) else known[i].detach() for i in self.halves.caller_values]
+        known = [*given, *values]
+        read = [known[i] if i < len(given) else known[i].detach() for i in self.halves.caller_values]
         self.saved_versions = [(tensor, version_of(tensor)) for tensor in read]
         return values
 

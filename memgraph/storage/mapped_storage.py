@@ -21,7 +21,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ class BufferSlice:
     offset: int
     nbytes: int
     mapping: Mapping | CopySource
+
+    def part(self, offset: int, nbytes: int) -> BufferSlice:
+        """Return some of these bytes, from a page boundary on."""
+        assert offset % PAGE == 0 and (nbytes % PAGE == 0 or offset + nbytes == self.nbytes)
+        return replace(self, offset=self.offset + offset, nbytes=nbytes)
 
     def view_like(self, tensor: Tensor) -> Tensor:
         """View the bytes in host memory with the layout of `tensor`."""

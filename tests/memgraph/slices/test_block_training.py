@@ -1,0 +1,198 @@
+"""Training with weights in blocks of rows: eager's bits, under budgets that whole weights do not fit."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.planning import planner
+from memgraph.planning.capture_step import WHOLE
+from tests.support.block_models import WORDS, Words, words
+from tests.support.smallest_budget import smallest_of
+from tests.support.streamed_state import SLACK, TINY, facts, far, same
+
+pytestmark = pytest.mark.usefixtures("small_windows")
+STEPS = 3
+Make = Any
+
+
+@cache
+def least(make: Make = Words, blocks: bool = True, **options: Any) -> int:
+    """Return about the smallest budget, with weights in blocks or without."""
+    model = make()
+    adam = torch.optim.Adam(model.parameters())
+    wishes: dict[str, Any] = {"budget": TINY, "optimizer": adam, "time_limit": 0, **options}
+    attempts = planner.ATTEMPTS if blocks else (WHOLE,)
+    with mock.patch.object(planner, "ATTEMPTS", attempts):
+        return int(smallest_of(lambda: memgraph.plan(model, *words(), **wishes)) * SLACK)
+
+
+class Pair:
+    """A model in eager, and the same model in blocks."""
+
+    def __init__(self, make: Make = Words, budget: int = 0, optimizer: Any = torch.optim.Adam, **options: Any) -> None:
+        self.budget = budget or least(make)
+        self.plain = make()
+        self.module = copy.deepcopy(self.plain)
+        self.theirs, self.ours = (optimizer(model.parameters(), lr=1e-2) for model in (self.plain, self.module))
+        self.model = memgraph.compile(self.module, self.budget, optimizer=self.ours, time_limit=0, **options)
+
+    def step(self, do: Any, seed: int = 0) -> None:
+        """Let both do the same, and compare all that is left."""
+        theirs = do(self.plain, self.theirs, *words(seed))
+        ours = do(self.model, self.ours, *words(seed))
+        assert same([ours], [theirs])
+        assert same(facts(self.module, self.ours), facts(self.plain, self.theirs))
+        report = self.model.plan
+        assert report.measured is None or report.measured <= report.peak <= self.budget
+
+    def train(self, do: Any = None, steps: int = STEPS) -> None:
+        for seed in range(steps):
+            self.step(do or train, seed)
+        assert self.model.plan.row_blocks and self.model.plan.measured is not None
+        assert far(self.module, self.ours)
+
+
+def train(model: nn.Module, optimizer: Any, *batch: Tensor, clear: Any = None) -> Tensor:
+    (clear or optimizer.zero_grad)()
+    loss: Tensor = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_blocks_make_smaller_budgets_work() -> None:
+    weight = WORDS * 1024
+    assert least() < 0.6 * least(blocks=False)
+    assert least(blocks=False) > weight > 0.9 * least()
+
+
+def test_training_equals_eager() -> None:
+    pair = Pair()
+    pair.train()
+    rows = {row.weight: row for row in pair.model.plan.row_blocks}
+    assert set(rows) == {"token.weight", "head.weight"}
+    assert all(row.blocks == -(-WORDS // row.rows) > 1 and not row.rounds for row in rows.values())
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"padding": 3}], ids=str)
+def test_so_do_others(options: dict[str, Any]) -> None:
+    Pair(partial(Words, **options), least()).train()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_any_optimizer_in_windows_does(kind: Any) -> None:
+    Pair(optimizer=kind).train()
+
+
+def test_a_tied_weight_is_left_whole() -> None:
+    make = partial(Words, tied=True)
+    assert least(make) == least(make, blocks=False)
+
+
+def test_where_whole_weights_fit_they_are_whole() -> None:
+    pair = Pair(budget=least(blocks=False))
+    pair.step(train)
+    assert not pair.model.plan.row_blocks
+
+
+def test_gradients_accumulate() -> None:
+    def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        for part in range(3):
+            loss: Tensor = model(*(x.roll(part) for x in batch))
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    Pair(budget=least(accumulate=True)).train(accumulated)
+
+
+def test_gradients_set_to_zero_are_added_to() -> None:
+    pair = Pair(budget=least(accumulate=True))
+    for seed in range(STEPS):
+        pair.step(lambda model, adam, *batch: train(model, adam, *batch, clear=partial(adam.zero_grad, False)), seed)
+    assert pair.model.plan.row_blocks
+
+
+def test_a_kept_gradient_is_not_overwritten() -> None:
+    kept: list[Tensor] = []
+
+    def keeping(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        loss = train(model, optimizer, *batch)
+        kept.append(model.get_parameter("head.weight").grad)  # type: ignore[arg-type]
+        return loss
+
+    pair = Pair()
+    pair.train(keeping, 2)
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[2], kept[3]) and not torch.equal(kept[0], kept[2])
+
+
+def test_gradients_can_be_asked_for() -> None:
+    pair = Pair()
+    pair.train()
+    weights = [dict(model.named_parameters())["head.weight"] for model in (pair.plain, pair.module)]
+    made = [torch.autograd.grad(model(*words()), w)[0] for model, w in zip((pair.plain, pair.model), weights, strict=True)]
+    assert torch.equal(*made)
+
+
+def test_evaluation_equals_eager() -> None:
+    pair = Pair()
+    pair.train(steps=2)
+    with torch.no_grad():
+        assert torch.equal(pair.model(*words(5)), pair.plain(*words(5)))
+    pair.train(steps=1)
+
+
+def test_clipping_and_saving(tmp_path: Any) -> None:
+    def clipped(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        return loss.detach()
+
+    pair = Pair()
+    pair.train(clipped, 2)
+    memgraph.save_state(tmp_path / "run.pt", pair.model, pair.ours)
+    other = Pair(plan=pair.model.plan.to_json())
+    memgraph.load_state(tmp_path / "run.pt", other.model, other.ours)
+    other.plain.load_state_dict(pair.plain.state_dict())
+    other.theirs.load_state_dict(pair.theirs.state_dict())
+    other.train(clipped)
+    assert other.model.plan.row_blocks == pair.model.plan.row_blocks
+
+
+def test_a_saved_plan_of_another_model_is_refused() -> None:
+    pair = Pair()
+    pair.step(train)
+    text = pair.model.plan.to_json()
+    with pytest.raises(memgraph.PlanError, match="another"):
+        Pair(partial(Words, bias=False), least(), plan=text).step(train)
+
+
+def test_an_index_out_of_range_is_refused() -> None:
+    pair = Pair()
+    pair.step(train)
+    with pytest.raises(IndexError, match="out of range"):
+        pair.model(torch.full((8,), WORDS), words()[1])
+
+
+def test_backward_may_run_twice() -> None:
+    pair = Pair()
+    pair.step(train)
+    loss = pair.model(*words())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = pair.plain(*words())
+    expected.backward(retain_graph=True)
+    expected.backward()
+    assert same(facts(pair.module), facts(pair.plain))
