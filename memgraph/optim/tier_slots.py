@@ -197,8 +197,9 @@ class OffloadedSlots:
                 results += parts.values()
                 continue
             whole = separate.get(position, self.placement.gradients[name])
-            if name not in self.blocks:
-                whole = alias_storage_as(whole, sent[self.offloaded[name, None]])
+            # A tensor of its own: a reference to the buffer's would not be seen as the user's.
+            layout = whole if name in self.blocks else sent[self.offloaded[name, None]]
+            whole = alias_storage_as(whole, layout)
             for rows, part in parts.items():
                 if rows is not None and (name, rows) not in self.offloaded:
                     _fill(whole[slice(*rows)], part)

@@ -91,6 +91,12 @@ def price_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collec
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=us)))
 
 
+def with_windows(trace: Trace, window: int) -> Trace:
+    """Return the trace whose updates count a window of so many bytes, whatever of their state is offloaded."""
+    ops = (replace(op, workspace=max(op.workspace, window)) if op.phase == "update" else op for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
+
+
 def _with_updates(
     trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], updates: Mapping[str, Tensor],
     window: int,

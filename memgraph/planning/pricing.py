@@ -16,6 +16,7 @@ from passes.concurrent_forwards import unplanned_nbytes
 from passes.cuda_graph_memory import add_recording_memory
 from passes.order.comm_order import place_collectives
 
+from ..optim.update_cost import with_windows
 from ..options.compile_options import CompileOptions
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from ..profile.link_bandwidth import sizes_of
@@ -109,6 +110,8 @@ class Pricing:
             machine = measure_links(machine, *links, profiler.room)
             if options.cuda_graphs is not True:  # offloading state is work of the host, which no recording repeats
                 machine = self.state.with_offloaded_state(machine, step.trained)
+        if step.captured.blocks:
+            trace = with_windows(trace, machine.streaming.window)
         return self.state.price_update(trace, machine, step.trained), machine
 
 

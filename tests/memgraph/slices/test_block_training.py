@@ -139,8 +139,12 @@ def test_gradients_can_be_asked_for() -> None:
     pair = Pair()
     pair.train()
     weights = [dict(model.named_parameters())["head.weight"] for model in (pair.plain, pair.module)]
-    made = [torch.autograd.grad(model(*words()), w)[0] for model, w in zip((pair.plain, pair.model), weights, strict=True)]
-    assert torch.equal(*made)
+    for model in (pair.plain, pair.model):
+        model.zero_grad()
+    ours, theirs = (
+        torch.autograd.grad(model(*words()), w)[0] for model, w in zip((pair.plain, pair.model), weights, strict=True)
+    )
+    assert torch.equal(ours, theirs)
 
 
 def test_evaluation_equals_eager() -> None:
