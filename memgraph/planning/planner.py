@@ -181,7 +181,8 @@ class Planner:
             known = earlier.accumulated_plan if earlier is not None else None
             result = graph.ranks.choose(trace, machine, replace(search, known=known))
         except (BudgetError, PlanError) as error:
-            failed = error  # the name ends with the clause
+            # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
+            failed = error.with_traceback(None)
 
             def refuse() -> OtherOutputsDropped:
                 if for_scalars is not None:
