@@ -65,8 +65,8 @@ class Training:
     def __init__(self, wrap: Wrap, layers: int, width: int) -> None:
         gc.collect()
         model = _model(layers, width)
-        self.adam = torch.optim.Adam(model.parameters(), lr=1e-4)
-        self.called = wrap(model, self.adam)
+        self.adam: Any = torch.optim.Adam(model.parameters(), lr=1e-4)
+        self.called: Any = wrap(model, self.adam)
         self.batches = torch.Generator().manual_seed(1)
         self.random = torch.get_rng_state()
         self.losses: list[float] = []
@@ -106,6 +106,9 @@ def main(
     steps: int = 10,
     layers: int = 10,
     width: int = 2048,
+    apart: Annotated[
+        bool, typer.Option(help="train plainly first, for a model of which there is no room for two")
+    ] = False,
 ) -> None:
     """Print one table; exit with 1 if a loss differs or a budget is broken."""
     if context.invoked_subcommand:
@@ -114,8 +117,7 @@ def main(
     title = f"{count / 1e6:.1f}M parameters, Adam, {BATCH} x {TOKENS} tokens, {steps} steps, torch {torch.__version__}"
     table = Table(*COLUMNS, title=f"{title}, {torch.get_num_threads()} threads", box=None)
     for share in per or PER:
-        plain, ours = (Training(wrap, layers, width) for wrap in (_unchanged, compiled(int(share * count))))
-        in_turn({"plain": plain.step, "ours": ours.step}, steps, warm=0)
+        plain, ours = _trained(int(share * count), layers, width, steps, apart)
         rows.append(row := _row(ours, plain, count))
         table.add_row(f"{share:g}", *_cells(row))
         write("state", f"{layers} layers of width {width}", [asdict(row) for row in rows])
@@ -123,6 +125,17 @@ def main(
         del plain, ours  # frees their memory before the next ones are made
     Console(width=170).print(table)
     raise typer.Exit(not all(row.kept and row.equal for row in rows))
+
+
+def _trained(budget: int, layers: int, width: int, steps: int, apart: bool) -> tuple[Training, Training]:
+    """Return what plain Adam and memgraph did in so many steps, which they took in turn or one after the other."""
+    plain = Training(_unchanged, layers, width)
+    if apart:
+        in_turn({"plain": plain.step}, steps, warm=0)
+        plain.called = plain.adam = None
+    ours = Training(compiled(budget), layers, width)
+    in_turn({"ours": ours.step} if apart else {"plain": plain.step, "ours": ours.step}, steps, warm=0)
+    return plain, ours
 
 
 @dataclass(frozen=True)

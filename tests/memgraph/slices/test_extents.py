@@ -52,7 +52,7 @@ WHOLE = resident_bytes([*beside().parameters(), *batch()]) + 3 * LARGE + GRADIEN
 @pytest.fixture
 def only_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" not try the whole step."""
-    monkeypatch.setattr(planner, "EXTENTS", ("once", "twice"))
+    monkeypatch.setattr(planner, "ATTEMPTS", tuple(cuts for cuts in planner.ATTEMPTS if cuts.extent != "whole"))
 
 
 def smallest(budget: int = WHOLE * 3 // 4) -> int:
@@ -79,7 +79,7 @@ def test_a_step_that_fits_whole_alone_is_planned_whole() -> None:
 
 def test_the_error_names_the_least_budget_of_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     least = smallest()
-    monkeypatch.setattr(planner, "EXTENTS", ("once", "twice"))
+    monkeypatch.setattr(planner, "ATTEMPTS", tuple(cuts for cuts in planner.ATTEMPTS if cuts.extent != "whole"))
     assert least < smallest()
 
 
