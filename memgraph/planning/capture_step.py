@@ -8,7 +8,7 @@ fuse_update, sharded optimizer  ->   updates and collectives between the ops
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,8 +25,8 @@ from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import measure_peak
-from ..report.report_file import row_sizes
 from ..slices.step_blocks import BlockRequest, in_blocks
+from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
@@ -35,22 +35,6 @@ from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
 from .step_graph import Call, StepGraph, graphs_of
 from .target import Target
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """What is tried in parts: chains of ops, and weights.
-
-    Attributes:
-        extent: how far slices="auto" goes.
-        level: how many weights come in blocks of rows, and how small these are.
-    """
-
-    extent: Extent = "once"
-    level: int = 0
-
-
-WHOLE = Cuts()
 
 
 def capture_step(
@@ -105,7 +89,7 @@ def _blocks(target: Target, options: CompileOptions, level: int, state: Optimize
     if not is_streamed or state.fused_update is not None or state.sharded is not None:
         return BlockRequest()
     if options.plans:
-        return BlockRequest(saved=tuple(row_sizes(plan) for plan in options.plans))
+        return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
     return BlockRequest(level, options.slices == "auto")
 
 

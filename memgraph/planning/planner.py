@@ -14,18 +14,17 @@ from typing import Any
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
-from passes.slices.row_blocks import LEVELS
 
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
-from ..slices.step_slices import EXTENTS
+from ..slices.step_cuts import ATTEMPTS, WHOLE, Cuts
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
-from .capture_step import WHOLE, Cuts, capture_step
+from .capture_step import capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
 from .pricing import Pricing
@@ -37,7 +36,6 @@ from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
 LOG = logging.getLogger(__name__)
-ATTEMPTS = (*(Cuts(extent) for extent in EXTENTS), *(Cuts("once", level) for level in range(1, LEVELS + 1)))
 
 
 @dataclass(frozen=True)

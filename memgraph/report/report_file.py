@@ -34,18 +34,6 @@ def write_report(report: ReportData) -> SavedPlan:
     return record_plan(report.choice, report.machine, report.slices, facts)
 
 
-def row_sizes(saved: SavedPlan) -> dict[str, int]:
-    """Return the weights that a saved plan has in blocks, with the rows of a block.
-
-    Raises:
-        PlanError: they can't be read.
-    """
-    try:
-        return {str(row["weight"]): int(row["rows"]) for row in saved.facts.get("row_blocks", ())}
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"the saved plan has blocks that can't be read: {error}; {REPLAN}") from error
-
-
 def read_report(saved: SavedPlan) -> dict[str, Any]:
     """Return the fields of the report that was saved; forecasts are computed from the step and the plan.
 

@@ -91,6 +91,18 @@ class SavedPlan:
         """The step without prices and source lines, which may differ where it is the same step."""
         return without_prices(self.step)
 
+    @property
+    def row_sizes(self) -> dict[str, int]:
+        """The weights that come in blocks, with the rows of a block.
+
+        Raises:
+            PlanError: they can't be read.
+        """
+        try:
+            return {str(row["weight"]): int(row["rows"]) for row in self.facts.get("row_blocks", ())}
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"the saved plan has blocks that can't be read: {error}; {REPLAN}") from error
+
     def to_json(self) -> str:
         """Return the plan as JSON with a digest, so that changed text is refused."""
         facts = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import planner
-from memgraph.planning.capture_step import WHOLE
+from memgraph.slices.step_cuts import ATTEMPTS, WHOLE
 from tests.support.block_models import WORDS, Words, words
 from tests.support.smallest_budget import smallest_of
 from tests.support.streamed_state import SLACK, TINY, facts, far, same
@@ -29,7 +29,7 @@ def least(make: Make = Words, blocks: bool = True, **options: Any) -> int:
     model = make()
     adam = torch.optim.Adam(model.parameters())
     wishes: dict[str, Any] = {"budget": TINY, "optimizer": adam, "time_limit": 0, **options}
-    attempts = planner.ATTEMPTS if blocks else (WHOLE,)
+    attempts = ATTEMPTS if blocks else (WHOLE,)
     with mock.patch.object(planner, "ATTEMPTS", attempts):
         return int(smallest_of(lambda: memgraph.plan(model, *words(), **wishes)) * SLACK)
 

@@ -1,0 +1,30 @@
+"""What of a step runs in parts: the attempts at a plan, in their order.
+
+whole weights; slices as far as "auto" goes, further, none   ->   weights in blocks of rows, in smaller ones
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.slices.row_blocks import LEVELS
+
+from .step_slices import EXTENTS, Extent
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What is tried in parts.
+
+    Attributes:
+        extent: how far slices="auto" goes.
+        level: how many weights come in blocks of rows, and how small these are.
+    """
+
+    extent: Extent = "once"
+    level: int = 0
+
+
+WHOLE = Cuts()
+# Until a plan fits.
+ATTEMPTS = (*map(Cuts, EXTENTS), *(Cuts("once", level) for level in range(1, LEVELS + 1)))
