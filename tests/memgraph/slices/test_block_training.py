@@ -92,6 +92,26 @@ def test_any_optimizer_in_windows_does(kind: Any) -> None:
     Pair(optimizer=kind).train()
 
 
+def test_a_frozen_weight_comes_in_blocks() -> None:
+    def make() -> Words:
+        model = Words()
+        model.head.weight.requires_grad_(False)
+        return model
+
+    pair = Pair(make, least())
+    pair.train()
+    assert pair.module.head.weight.grad is None
+
+
+def test_a_hook_keeps_its_gradient_whole() -> None:
+    seen: list[Tensor] = []
+    pair = Pair(budget=least(blocks=False))
+    for model in (pair.plain, pair.module):
+        model.head.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    pair.step(train)
+    assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+
+
 def test_a_tied_weight_is_left_whole() -> None:
     make = partial(Words, tied=True)
     assert least(make) == least(make, blocks=False)

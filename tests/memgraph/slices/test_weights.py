@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from torch.nn import functional as F
 
 from memgraph.capture.capture import capture, operands
 from memgraph.graph.captured import Captured
+from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.slices.equal_bits import has_equal_bits
 from memgraph.slices.row_blocks import in_row_blocks
 from memgraph.slices.step_blocks import BlockRequest, in_blocks
 from memgraph.slices.weights import weights_by_name
 from memgraph.tensors.loss_outputs import select_losses
-from passes import check
+from passes import Link, Machine, Stream, Streaming, apply, check, make_plan, predict
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import PlanProblem
 from passes.slices.row_blocks import rows_of_blocks
 from tests.support.block_models import WIDTH, WORDS, Projection, Words, words
 
@@ -108,6 +112,22 @@ def test_a_step_in_blocks_computes_what_the_step_does(make: Any, size: int) -> N
         joined = torch.cat(same) if len(same) > 1 else same[0]
         # Sums of 4,096 terms round once a block, at most.
         assert torch.equal(joined, whole) if is_equal else torch.allclose(joined, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.0])
+def test_the_law_holds_for_plans_of_a_step_in_blocks(share: float) -> None:
+    captured, _ = step(Words(), *words())
+    weights = weights_by_name(captured)
+    blocks = {name: rows_of_blocks(weights[name].rows, 384) for name in ("token.weight", "head.weight")}
+    graph = in_row_blocks(captured, blocks, weights).graph.graph
+    trace, machine = summarize(graph), Machine(1 << 40, link=Link(1000.0, 1000.0), streaming=Streaming(True))
+    priced = replace(trace, ops=tuple(op if op.is_input else replace(op, us=100.0) for op in trace.ops))
+    least = PlanProblem(ReuseGaps(priced), machine).least_nbytes
+    budget = least + int(share * (predict(priced, machine).peak - least)) + (1 << 19)
+    plan = make_plan(priced, replace(machine, budget=budget), seconds=5).plan
+    applied = apply(trace, plan)
+    assert any(isinstance(decision, Stream) for decision in plan)
+    assert summarize(rewrite(graph, applied)) == applied
 
 
 def test_bits_were_tried() -> None:
