@@ -114,13 +114,14 @@ def main(
     if context.invoked_subcommand:
         return
     count, rows = parameters(layers, width), list[Row]()
+    shares = ", ".join(f"{share:g}" for share in per or PER)
     title = f"{count / 1e6:.1f}M parameters, Adam, {BATCH} x {TOKENS} tokens, {steps} steps, torch {torch.__version__}"
     table = Table(*COLUMNS, title=f"{title}, {torch.get_num_threads()} threads", box=None)
     for share in per or PER:
         plain, ours = _trained(int(share * count), layers, width, steps, apart)
         rows.append(row := _row(ours, plain, count))
         table.add_row(f"{share:g}", *_cells(row))
-        write("state", f"{layers} layers of width {width}", [asdict(row) for row in rows])
+        write("state", f"{layers} layers of width {width}, {shares} bytes a parameter", [asdict(row) for row in rows])
         Console(stderr=True).print(f"{share:g} bytes a parameter: {ours.usual:.2f} s a step, plain {plain.usual:.2f} s")
         del plain, ours  # frees their memory before the next ones are made
     Console(width=170).print(table)
