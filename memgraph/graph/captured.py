@@ -85,16 +85,12 @@ class Captured:
     @property
     def graph_inputs(self) -> tuple[Input, ...]:
         """The role of each placeholder."""
-        return tuple(
-            replace(role, rows=rows) for role in self.inputs for rows in self._rows(role, role.kind == "parameter")
-        )
+        return tuple(replace(role, rows=rows) for role in self.inputs for rows in self._rows(role))
 
     @property
     def graph_outputs(self) -> tuple[Output, ...]:
         """The role of each result."""
-        return tuple(
-            replace(role, rows=rows) for role in self.outputs for rows in self._rows(role, role.kind == "gradient")
-        )
+        return tuple(replace(role, rows=rows) for role in self.outputs for rows in self._rows(role))
 
     def in_blocks(self, roles: Sequence[Input | Output], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the tensors of inputs or results of the call as those of the graph: with views of rows."""
@@ -102,7 +98,7 @@ class Captured:
             return list(tensors)
         found: list[Tensor | None] = []
         for role, tensor in zip(roles, tensors, strict=True):
-            blocks = self._rows(role, role.kind in ("parameter", "gradient"))
+            blocks = self._rows(role)
             whole = tensor.detach() if tensor is not None and blocks != (None,) else tensor
             found += [whole if rows is None or whole is None else whole[slice(*rows)] for rows in blocks]
         return found
@@ -111,10 +107,10 @@ class Captured:
         """Return bytes of gradients and shards, given those of the graph's gradients and shards in their order."""
         left = iter(sizes)
         roles = [role for role in self.outputs if role.kind in ("gradient", "shard")] if sizes else []
-        return [sum(next(left) for _ in self._rows(role, role.kind == "gradient")) for role in roles]
+        return [sum(next(left) for _ in self._rows(role)) for role in roles]
 
-    def _rows(self, role: Input | Output, of_parameter: bool) -> tuple[Rows | None, ...]:
-        return self.blocks.get(role.name, (None,)) if of_parameter else (None,)
+    def _rows(self, role: Input | Output) -> tuple[Rows | None, ...]:
+        return self.blocks.get(role.name, (None,)) if role.kind in ("parameter", "gradient") else (None,)
 
     @property
     def unsliced(self) -> Captured:
