@@ -40,7 +40,7 @@ from passes import Machine, predict
 
 CHUNK = 64  # tokens of a chunk, in the losses by hand
 SAME = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 128_000}
-SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4}  # 16M parameters, of which 13M are those of the vocabulary
+SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4}  # 16M parameters, 13M of them rows of words
 MODELS: dict[str, tuple[str, dict[str, object], tuple[int, int]]] = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, (4, 256)),
     "small": ("GPT2", {**SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, (4, 256)),

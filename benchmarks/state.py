@@ -106,9 +106,7 @@ def main(
     steps: int = 10,
     layers: int = 10,
     width: int = 2048,
-    apart: Annotated[
-        bool, typer.Option(help="train plainly first, for a model of which there is no room for two")
-    ] = False,
+    apart: Annotated[bool, typer.Option(help="train plainly first: two models need more room")] = False,
 ) -> None:
     """Print one table; exit with 1 if a loss differs or a budget is broken."""
     if context.invoked_subcommand:

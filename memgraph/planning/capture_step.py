@@ -7,6 +7,7 @@ fuse_update, sharded optimizer  ->   updates and collectives between the ops
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -62,6 +63,8 @@ def capture_step(
                     require_row_independence(module, call.args, call.kwargs, unused_nbytes(where.device) // 2)
                 return made
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
+        if known is None:
+            gc.collect()  # the traces that were made on the way are cycles, and hold constants of the module
         captured = in_slices(captured, request, partial(_with_update, captured=captured, state=state))
         captured = in_blocks(captured, blocks)
         captured, trained = state.insert_ops(captured, state.trained(captured))

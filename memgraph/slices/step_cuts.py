@@ -1,4 +1,4 @@
-"""What of a step runs in parts: the attempts at a plan, in their order.
+"""The attempts at a plan, in their order: how much of the step runs in parts in each.
 
 whole weights; slices as far as "auto" goes, further, none   ->   weights in blocks of rows, in smaller ones
 """
@@ -14,7 +14,7 @@ from .step_slices import EXTENTS, Extent
 
 @dataclass(frozen=True)
 class Cuts:
-    """What is tried in parts.
+    """The parts that an attempt has.
 
     Attributes:
         extent: how far slices="auto" goes.

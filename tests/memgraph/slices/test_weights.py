@@ -1,4 +1,4 @@
-"""Which weights can be read in blocks; a step in blocks computes what the step does, to the bit where that was tried."""
+"""A step with weights in blocks computes what the step does, to the bit where that was tried; other weights stay whole."""
 
 from __future__ import annotations
 
