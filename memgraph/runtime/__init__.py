@@ -9,6 +9,7 @@ tensor_roles         the role of each tensor that a step reads or makes
 concurrent_runs      runs of one module that are open at the same time
 released_outputs     plans that rely on the caller to free outputs
 eager_fallback       gradients for outputs for which no backward was planned
+backward_thread      run a function where autograd runs backward
 cuda_graphs          record both halves as CUDA graphs and replay them
 cuda_graph_checks    check whether a step can be recorded
 measure_update       measure the optimizer's first update after a measured step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from benchmarks.fake_cuda.models import FLOAT, HALF, SMALL, Subject
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
 from memgraph.errors import CaptureError
 from memgraph.fit.device_profile import read_profile
+from memgraph.runtime.backward_thread import run_in_backward
 
 pytestmark = pytest.mark.fake_cuda
 CUDA = torch.device("cuda", 0)
@@ -98,3 +100,8 @@ def test_a_grouped_product_pads_its_rows_as_the_kernel_does() -> None:
     step = captured(Subject("experts", SMALL["experts"], HALF), CUDA)
     forward = next(node for node in step.graph.nodes if "_grouped_mm" in str(node.target))
     assert forward.meta["val"].stride() == (64, 1)
+
+
+def test_a_function_runs_in_the_thread_of_the_devices_backward() -> None:
+    threads = {run_in_backward(threading.get_ident, CUDA) for _ in range(2)}
+    assert len(threads) == 1 and threading.get_ident() not in threads
