@@ -143,6 +143,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return cudaSuccess; }

@@ -5,6 +5,7 @@ step_parts           the fixed parts of a step
 step_run             one run of a step, from the start of forward to the end of backward
 undo                 undo a run whose guard has failed
 autograd_function    the autograd node whose backward runs the backward half
+caller_stream        let the stream that calls backward wait for the gradients
 tensor_roles         the role of each tensor that a step reads or makes
 concurrent_runs      runs of one module that are open at the same time
 released_outputs     plans that rely on the caller to free outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from benchmarks.fake_cuda.models import FLOAT, HALF, SMALL, Subject
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
 from memgraph.errors import CaptureError
 from memgraph.fit.device_profile import read_profile
-from memgraph.runtime.backward_thread import run_in_backward
+from memgraph.runtime.backward_thread import _Call, run_in_backward
+from memgraph.runtime.caller_stream import wait_at_end
 
 pytestmark = pytest.mark.fake_cuda
 CUDA = torch.device("cuda", 0)
@@ -105,3 +107,24 @@ def test_a_grouped_product_pads_its_rows_as_the_kernel_does() -> None:
 def test_a_function_runs_in_the_thread_of_the_devices_backward() -> None:
     threads = {run_in_backward(threading.get_ident, CUDA) for _ in range(2)}
     assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_the_callers_stream_is_current_at_the_end_of_a_backward_on_another() -> None:
+    found, side = list[torch.cuda.Stream](), torch.cuda.Stream(CUDA)
+
+    class Cuda:
+        """torch.cuda, which notes the streams that are asked for."""
+
+        Event = torch.cuda.Event
+
+        @staticmethod
+        def current_stream(device: torch.device) -> torch.cuda.Stream:
+            found.append(torch.cuda.current_stream(device))
+            return found[-1]
+
+    with torch.cuda.stream(side):
+        run = partial(wait_at_end, CUDA, Cuda)
+        leaf = torch.empty(0, device=CUDA, requires_grad=True)
+        output = _Call.apply(leaf, run)  # type: ignore[no-untyped-call]
+    output.backward(torch.empty_like(output, requires_grad=False))
+    assert found == [side, torch.cuda.current_stream(CUDA)] and found[0] != found[1]
