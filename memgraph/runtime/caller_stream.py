@@ -4,7 +4,8 @@
     y.backward()                                        # the caller's stream waits for `side` when it returns
     optimizer.step()                                    # reads gradients that are complete
 
-autograd does so for gradients that it accumulates itself. A step writes them, and would be missed. Not yet run on a GPU.
+autograd does so for gradients that it accumulates itself. A step writes them, and would be missed.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations

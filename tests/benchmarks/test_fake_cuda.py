@@ -17,6 +17,7 @@ from benchmarks.fake_cuda.models import FLOAT, HALF, SMALL, Subject
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
 from memgraph.errors import CaptureError
 from memgraph.fit.device_profile import read_profile
+from memgraph.report.repeatability import UNREPEATABLE
 from memgraph.runtime.backward_thread import _Call, run_in_backward
 from memgraph.runtime.caller_stream import wait_at_end
 
@@ -128,3 +129,23 @@ def test_the_callers_stream_is_current_at_the_end_of_a_backward_on_another() -> 
         output = _Call.apply(leaf, run)  # type: ignore[no-untyped-call]
     output.backward(torch.empty_like(output, requires_grad=False))
     assert found == [side, torch.cuda.current_stream(CUDA)] and found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("upsample_bilinear2d_backward", ((1, 1, 8, 8), [8, 8], [1, 1, 4, 4], False)),
+        ("_adaptive_avg_pool2d_backward", ((1, 1, 2, 2), (1, 1, 8, 8))),
+        ("upsample_bicubic2d_backward", ((1, 1, 8, 8), [8, 8], [1, 1, 4, 4], False)),
+        ("avg_pool3d_backward", ((1, 1, 2, 2, 2), (1, 1, 4, 4, 4), [2], [2], [0], False, True, None)),
+    ],
+)
+def test_torch_says_that_these_ops_need_not_give_the_same_twice(op: str, arguments: tuple[object, ...]) -> None:
+    assert op in UNREPEATABLE
+    given = [torch.empty(each, device=CUDA) if isinstance(each, tuple) else each for each in arguments]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            getattr(torch.ops.aten, op)(*given)
+    finally:
+        torch.use_deterministic_algorithms(False)
