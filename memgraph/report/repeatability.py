@@ -4,7 +4,7 @@ aten.index_add.default, aten._scaled_dot_product_flash_attention_backward.defaul
 bit where eager gives the same twice; here it need not: 2 x _scaled_dot_product_flash_attention_backward, index_add"
 
 Their kernels add in the order in which threads come. With `torch.use_deterministic_algorithms(True)` torch takes
-others, or raises an error. The list is that of torch's documentation of this function, and of its sources for attention.
+others, or raises an error. The list is that of torch's documentation of this function; for attention, of its sources.
 """
 
 from __future__ import annotations
