@@ -38,10 +38,15 @@ ALLOCATING = {
 }
 
 
+INDEXING = ("aten.index", "aten.index_put", "aten._index_put_impl_")  # these copy indices from the host
+
+
 def mixed_devices(graph: fx.Graph) -> list[str]:
-    """Return the ops with tensors on several devices, numbers aside."""
+    """Return the ops with tensors on several devices, numbers and indices aside."""
     found = []
     for node in _ops(graph):
+        if str(node.target).rsplit(".", 1)[0] in INDEXING:
+            continue
         values = [value for source in (*node.all_input_nodes, node) for value in tensors(source) if value.dim()]
         devices = sorted({str(value.device) for value in values})
         if len(devices) > 1:
