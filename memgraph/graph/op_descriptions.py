@@ -78,6 +78,10 @@ def _ctc_loss(
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
 
 
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
 def _use_cudnn_ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int
 ) -> bool:
@@ -87,6 +91,17 @@ def _use_cudnn_ctc_loss(
         UnsupportedOperatorException: that depends on the lengths.
     """
     if log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and not blank and log_probs.is_cuda:
+        raise UnsupportedOperatorException(aten._use_cudnn_ctc_loss.default)
+    return False
+
+
+def _use_miopen_ctc_loss(*args: Any) -> bool:
+    """Return False where there is no MIOpen.
+
+    Raises:
+        UnsupportedOperatorException: there is, and it depends on the lengths.
+    """
+    if torch.version.hip is not None:
         raise UnsupportedOperatorException(aten._use_cudnn_ctc_loss.default)
     return False
 
@@ -228,9 +243,22 @@ DESCRIPTIONS = (
         instead=True,
     ),
     Description(
+        ("_ctc_loss_backward.default", "_ctc_loss_backward.Tensor"),
+        "torch's fakes run it on zeros, which takes a kernel of the GPU and its memory; its result is contiguous",
+        _ctc_loss_backward,
+        instead=True,
+        devices=("cuda",),
+    ),
+    Description(
         ("_use_cudnn_ctc_loss.default", "_use_cudnn_ctc_loss.Tensor"),
         "torch's fakes run it on zeros on a GPU, where lengths of zero decide otherwise than those of the call",
         _use_cudnn_ctc_loss,
+        instead=True,
+    ),
+    Description(
+        ("_use_miopen_ctc_loss.default", "_use_miopen_ctc_loss.Tensor"),
+        "torch's fakes run it on zeros on a GPU, as that of cuDNN",
+        _use_miopen_ctc_loss,
         instead=True,
     ),
     Description(

@@ -1,4 +1,4 @@
-"""Steps of the ops that CUDA dispatches are captured, planned and rewritten; torch's CUDA build shows it without a device."""
+"""Steps of the ops that CUDA dispatches are captured, planned and rewritten, without a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.fake_cuda import op_checks
 from benchmarks.fake_cuda.described_device import is_described
 from benchmarks.fake_cuda.models import FLOAT, HALF, SMALL, Subject
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
+from benchmarks.zoo.architectures import ARCHITECTURES
 from memgraph.errors import CaptureError
 from memgraph.fit.device_profile import read_profile
 from memgraph.report.repeatability import UNREPEATABLE
@@ -70,6 +74,20 @@ def test_no_op_mixes_devices_and_no_op_that_writes_runs_again(name: str, dtype: 
 def test_attention_with_dropout_is_the_kernel_that_torch_chooses_for_the_device() -> None:
     assert "_scaled_dot_product_efficient_attention" in ops("attention", FLOAT)
     assert "_scaled_dot_product_cudnn_attention" in ops("attention", HALF)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "is_masked", "kernel"),
+    [(0.0, True, "cudnn"), (0.125, True, "cudnn"), (0.1, False, "flash"), (0.1, True, "efficient")],
+)
+def test_dropout_decides_between_the_kernels_of_attention_in_bfloat16(
+    dropout: float, is_masked: bool, kernel: str
+) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 64, 64, device=CUDA, dtype=HALF, requires_grad=True)
+        mask = torch.empty(2, 1, 64, 64, device=CUDA, dtype=torch.bool) if is_masked else None
+        graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, mask, dropout))(q)
+    assert any(f"{kernel}_attention" in str(node.target) for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +167,8 @@ def test_torch_says_that_these_ops_need_not_give_the_same_twice(op: str, argumen
             getattr(torch.ops.aten, op)(*given)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_ctc_loss_is_captured_without_a_kernel() -> None:
+    step = planned_step(Subject("ctc", ARCHITECTURES["ctc"].make), read_profile("h200"))
+    assert step.law_holds and "aten._ctc_loss_backward.Tensor" in op_checks.op_names(step.step.graph)
