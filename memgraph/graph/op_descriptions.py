@@ -91,7 +91,7 @@ def _use_cudnn_ctc_loss(
         UnsupportedOperatorException: that depends on the lengths.
     """
     if log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and not blank and log_probs.is_cuda:
-        raise UnsupportedOperatorException(aten._use_cudnn_ctc_loss.default)
+        raise UnsupportedOperatorException(aten.ctc_loss.Tensor)
     return False
 
 
@@ -102,7 +102,7 @@ def _use_miopen_ctc_loss(*args: Any) -> bool:
         UnsupportedOperatorException: there is, and it depends on the lengths.
     """
     if torch.version.hip is not None:
-        raise UnsupportedOperatorException(aten._use_cudnn_ctc_loss.default)
+        raise UnsupportedOperatorException(aten.ctc_loss.Tensor)
     return False
 
 
