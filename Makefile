@@ -4,10 +4,13 @@ PYTHON ?= python3
 WORKERS ?= 2
 BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
+CUDA_READY = .venv-cuda/ready
+CUDA_TORCH = torch==2.14.1
+CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil transformers
 
 WITHIN ?= 720
 
-.PHONY: demo test slow check bench gpu gpu-smoke versions newest clean
+.PHONY: demo test slow check bench gpu gpu-smoke fake-cuda versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -56,6 +59,22 @@ gpu:
 gpu-smoke:
 	$(PYTHON) -m benchmarks.smoke
 
+# What CUDA would dispatch, on a machine without a device: torch's CUDA build sees one that is described.  It takes 6 GB
+# of disk and a quarter of an hour.  Nothing runs on a GPU, so there is no figure of one in it.
+fake-cuda: $(CUDA_READY)
+	nice .venv-cuda/bin/python -m benchmarks.fake_cuda.described_device h200 \
+		-m pytest -p no:cacheprovider -m fake_cuda tests/benchmarks
+	nice .venv-cuda/bin/python -m benchmarks.fake_cuda
+
+# torch and triton are those of the CUDA build, whatever constraints.txt says.
+$(CUDA_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-cuda
+	nice .venv-cuda/bin/pip install --quiet '$(CUDA_TORCH)'
+	grep -v '^\(torch\|triton\|setuptools\|networkx\)==' constraints.txt > .venv-cuda/constraints.txt
+	.venv-cuda/bin/pip freeze | grep '^\(torch\|triton\)==' >> .venv-cuda/constraints.txt
+	nice .venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e . $(CUDA_WANTS)
+	touch $@
+
 # The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -63,5 +82,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-versions build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-versions .venv-cuda build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

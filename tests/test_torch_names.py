@@ -48,5 +48,5 @@ def test_every_name_of_torchs_is_there() -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert is_there("torch._C._cuda_clearCublasWorkspaces") and is_there("torch.cuda.graph_pool_handle")
+    assert is_there("torch._C._cuda_endAllocateToPool") and is_there("torch.cuda.graph_pool_handle")
     assert not is_there("torch._C._cuda_getDriverVersion") and not is_there("torch.cuda.driver")

@@ -41,7 +41,7 @@ def sweep(
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = "auto", pinned: str | int | float | None = None, cuda_graphs: bool | str = False,
+    lower: str | None = None, pinned: str | int | float | None = None, cuda_graphs: bool | str = False,
     opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """Return the time of the call `model(*args, **kwargs)` for every budget, without running a step.

@@ -36,7 +36,7 @@ def compile(
     plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
+    lower: str | None = None, strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
     opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None,
 ) -> CompiledModule:  # fmt: skip
     """Return a module that trains like `model`, with a step that stays within `budget`.
@@ -137,7 +137,7 @@ def plan(
     plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False,
+    lower: str | None = None, pinned: Budget = None, cuda_graphs: bool | str = False,
     opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Return the plan for the call `model(*args, **kwargs)`, without running a step.

@@ -61,9 +61,9 @@ class FailedOp:
         if not isinstance(self.op, OpOverload) or sum(fake.numel() for fake in fakes) > MAX_ELEMENTS:
             return False
         with _disable_current_modes(), torch.no_grad():
-            real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(real, form)
             try:
+                real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                args, kwargs = pytree.tree_unflatten(real, form)
                 self.op(*args, **kwargs)
             except Exception:
                 return False

@@ -26,6 +26,7 @@ from ..errors import CaptureError
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
+from .values.host_lengths import PACKED_WEIGHTS
 from .values.questions import ValuesNeeded
 
 
@@ -43,6 +44,12 @@ EXPLANATIONS = (
         ("its data is not allocated yet",),
         "an op reads the values of a tensor itself, as recurrent layers do with the lengths of packed sequences",
         "give the recurrent layer the padded batch, and mask what follows the ends",
+    ),
+    Explanation(
+        (PACKED_WEIGHTS,),
+        "cuDNN packs the weights of a recurrent layer into one storage, and keeps its state of dropout for the process",
+        "let the layer run as it is (opaque=True, the default), in a module around it; or run it without cuDNN, with "
+        "torch.backends.cudnn.enabled = False",
     ),
     Explanation(
         ("aten._nested_tensor_from_mask",),

@@ -39,6 +39,8 @@ class DeviceProfile:
         libraries: bytes that cuBLAS keeps.
         op_us: microseconds that the smallest op takes.
         workspaces: workspace of ops by name, as a share of the bytes that each reads and writes.
+        capability: compute capability of a CUDA device, by which torch chooses kernels; None if unknown.
+        multiprocessors: of a CUDA device.
         sources: the document, or the measurement, that each figure is from.
     """
 
@@ -52,6 +54,8 @@ class DeviceProfile:
     libraries: int = 0
     op_us: float = 0.0
     workspaces: Mapping[str, float] = field(default_factory=dict)
+    capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -109,6 +113,9 @@ def _checked(given: Any) -> DeviceProfile:
         raise TypeError("a JSON object was wanted")
     if unknown := set(given) - {each.name for each in fields(DeviceProfile)}:
         raise TypeError(f"unknown {', '.join(sorted(unknown))}")
+    if given.get("capability") is not None:
+        major, minor = map(int, given["capability"])
+        given = {**given, "capability": (major, minor)}
     profile = DeviceProfile(**given)
     if profile.kind not in KINDS:
         raise ValueError(f"kind is {profile.kind!r}, and is one of {', '.join(KINDS)}")

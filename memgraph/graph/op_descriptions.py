@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
 from torch.utils._pytree import tree_map_only
 
 from ..tensors.traced_size import SizeNeededError
@@ -76,6 +76,34 @@ def _ctc_loss(
     steps, batch = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
     longest = longest_target(targets) if isinstance(target_lengths, Tensor) else max(target_lengths, default=0)
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _use_cudnn_ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int
+) -> bool:
+    """Return False where cuDNN never takes the loss.
+
+    Raises:
+        UnsupportedOperatorException: that depends on the lengths.
+    """
+    if log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and not blank and log_probs.is_cuda:
+        raise UnsupportedOperatorException(aten.ctc_loss.Tensor)
+    return False
+
+
+def _use_miopen_ctc_loss(*args: Any) -> bool:
+    """Return False where there is no MIOpen.
+
+    Raises:
+        UnsupportedOperatorException: there is, and it depends on the lengths.
+    """
+    if torch.version.hip is not None:
+        raise UnsupportedOperatorException(aten.ctc_loss.Tensor)
+    return False
 
 
 def _lstsq(
@@ -212,6 +240,25 @@ DESCRIPTIONS = (
         "its second result is as wide as the longest target, and torch says nothing; with lengths in a tensor it gets "
         "the width that targets may have at most, which `aten_shims` makes the op return",
         _ctc_loss,
+        instead=True,
+    ),
+    Description(
+        ("_ctc_loss_backward.default", "_ctc_loss_backward.Tensor"),
+        "torch's fakes run it on zeros, which takes a kernel of the GPU and its memory; its result is contiguous",
+        _ctc_loss_backward,
+        instead=True,
+        devices=("cuda",),
+    ),
+    Description(
+        ("_use_cudnn_ctc_loss.default", "_use_cudnn_ctc_loss.Tensor"),
+        "torch's fakes run it on zeros on a GPU, where lengths of zero decide otherwise than those of the call",
+        _use_cudnn_ctc_loss,
+        instead=True,
+    ),
+    Description(
+        ("_use_miopen_ctc_loss.default", "_use_miopen_ctc_loss.Tensor"),
+        "torch's fakes run it on zeros on a GPU, as that of cuDNN",
+        _use_miopen_ctc_loss,
         instead=True,
     ),
     Description(

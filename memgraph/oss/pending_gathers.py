@@ -65,7 +65,7 @@ class PendingGathers:
         if self.buckets:
             with torch.no_grad():
                 self.refresh()
-                check_same_step(self.comm, self.layout.device, GATHER)()
+                check_same_step(self.comm, GATHER)()
                 gather = ForwardGather(self, self.buckets)
                 gather.open()
                 gather.all()

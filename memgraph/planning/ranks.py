@@ -71,7 +71,7 @@ class JointRanks(Ranks):
         self.planner = JointPlanner(optimizer.comm, device)
 
     def check_new_step(self) -> None:
-        check_same_step(self.optimizer.comm, self.device, NEW)()
+        check_same_step(self.optimizer.comm, NEW)()
 
     def least_budget(self, budget: int) -> int:
         return self.planner.minimum(budget)
@@ -95,7 +95,7 @@ class JointRanks(Ranks):
         if not self.exchanges:
             return RankCheck()
         exchanged = sequence(trace)
-        failure = partial(announce_failure, self.optimizer.comm, self.device)
+        failure = partial(announce_failure, self.optimizer.comm)
         return RankCheck(partial(self._begin_check, exchanged), self._compare_guards, failure)
 
     def _compare_guards(self, failure: str) -> None:
@@ -104,7 +104,7 @@ class JointRanks(Ranks):
             AgreementError: ranks have found different values.
         """
         try:
-            check_same_step(self.optimizer.comm, self.device, digest(failure))()
+            check_same_step(self.optimizer.comm, digest(failure))()
         except AgreementError as error:
             found = failure or "this rank's values are those of the capture"
             raise AgreementError(
@@ -115,4 +115,4 @@ class JointRanks(Ranks):
 
     def _begin_check(self, exchanged: str) -> Callable[[], None]:
         own = digest(f"{exchanged}\n{sorted(self.optimizer.pending_gathers.buckets)}")
-        return check_same_step(self.optimizer.comm, self.device, own)
+        return check_same_step(self.optimizer.comm, own)

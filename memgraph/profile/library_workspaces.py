@@ -48,14 +48,24 @@ def libraries_nbytes(device: torch.device) -> int:
     places = vars(_here).setdefault("places", set())
     place = device, torch.cuda.current_stream(device).cuda_stream
     if device not in _known:
-        # They may be allocated already, and their size can't be queried.
-        torch._C._cuda_clearCublasWorkspaces()
-        _, allocated = measure_peak(partial(_multiply, device), device)
-        _known[device] = allocated.net if allocated is not None else 0
+        # Those of another stream are as large, and stay as well. None is ever freed here: CUDA graphs of the caller may
+        # have its address.
+        _known[device] = _allocated_nbytes(device) or 2 * _on_another_stream(device)
     elif place not in places:
         _multiply(device)
     places.add(place)
     return _known[device]
+
+
+def _on_another_stream(device: torch.device) -> int:
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        return _allocated_nbytes(device)
+
+
+def _allocated_nbytes(device: torch.device) -> int:
+    """Return the bytes that both threads' products leave allocated; 0 if they are there already."""
+    _, allocated = measure_peak(partial(_multiply, device), device)
+    return allocated.net if allocated is not None else 0
 
 
 def _multiply(device: torch.device) -> None:

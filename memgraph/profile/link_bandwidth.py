@@ -93,7 +93,7 @@ def _fitting(room: int | None, free: int) -> dict[int, int]:
 
 def measure_host(device: torch.device) -> Links:
     """Return the links between a GPU and pinned memory."""
-    return _measure_once(f"link {device} {environment_key(device)}", lambda: _measure_host(device))
+    return _measure_once(f"link registered {device} {environment_key(device)}", lambda: _measure_host(device))
 
 
 def measure_casts(device: torch.device) -> Links:

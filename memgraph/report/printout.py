@@ -21,6 +21,7 @@ from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 
+from .repeatability import repeatability
 from .report_data import ReportData
 from .step_times import LENGTH, is_off
 from .tables import layer_path, mb, ms, table
@@ -51,6 +52,7 @@ def verdict(report: ReportData) -> str:
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
+        *repeatability(plain.trace, report.machine.device),
         *_sliced(report),
         *_in_blocks(report),
         *_exchanged(report),

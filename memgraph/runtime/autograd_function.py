@@ -21,7 +21,9 @@ from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
 from ..profile.memory_meter import resident_bytes
 from ..report.report import Report
+from ..system.device import CPU
 from ..system.user_warning import warn_user
+from .caller_stream import wait_at_end
 from .concurrent_runs import count_passed_on, note_concurrent_run
 from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
 from .step_parts import StepParts
@@ -107,6 +109,7 @@ class StepFunction(torch.autograd.Function):
                 backward.finish()
             for role, gradient in zip(roles.gradients, gradients, strict=True):
                 results[roles.target(role)] = gradient
+            wait_at_end(next((tensor.device for tensor in ctx.tensors), CPU))
         return None, *results
 
 

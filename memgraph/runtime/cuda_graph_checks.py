@@ -18,7 +18,7 @@ from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 from ..errors import RecordingError
 from ..graph.captured import Captured
 from ..graph.host_draws import draws_on_host
-from ..graph.nodes import GUARDS, all_storages, is_random, returned_values, storages, written_inputs
+from ..graph.nodes import GUARDS, all_storages, is_random, returned_values, storages, tensors, written_inputs
 from .cuda_graphs import CudaGraphCache, Recorder
 
 RECORDED = "recorded from its third run on: forward and backward, a CUDA graph each"
@@ -82,7 +82,20 @@ def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "random numbers are drawn with `random` or numpy"
     if any(getattr(node.target, "namespace", "") == GUARDS for node in graph.nodes):
         return "Python reads values of tensors in it"
-    return _shared_memory(captured, graph) or explain_not_recordable(trace)
+    return _on_host(graph) or _shared_memory(captured, graph) or explain_not_recordable(trace)
+
+
+def _on_host(graph: fx.Graph) -> str:
+    """Return why values in the host's memory would differ in a replay; empty if there are none in a step on a GPU.
+
+    A kernel takes a number as it is when it is recorded, and a copy of a larger value reads memory that is freed later.
+    """
+    known = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    kinds = {value.device.type for node in known for value in tensors(node)}
+    if len(kinds) < 2 or "cpu" not in kinds:
+        return ""
+    node = next(node for node in known for value in tensors(node) if value.device.type == "cpu")
+    return f"the {node.meta.get('kind', 'constant')} {node.target} lies in the host's memory"
 
 
 def _shared_memory(captured: Captured, graph: fx.Graph) -> str:

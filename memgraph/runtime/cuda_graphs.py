@@ -7,17 +7,19 @@ Before:                                  After:
 Parameters and buffers are read and written in place.  Outputs are copied out of the recording's memory.  Gradients are
 not: while the caller holds one, the step runs op by op.  Both halves share one pool of memory, so that backward reuses
 the bytes that forward frees, as in a step that is not recorded.  So only one run at a time uses a recording.  Two steps
-run op by op before, which loads the kernels; a third one as warm-up would change buffers once too often.  Not yet run
-on a GPU.
+run op by op before, which loads the kernels; a third one as warm-up would change buffers once too often.  Backward is
+recorded in autograd's thread, because libraries keep what they have loaded for each thread.  Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +28,11 @@ from ..errors import RecordingError
 from ..graph.partition import Partition
 from ..storage.pinned_tier import PinnedLease
 from ..storage.tiers import Tier
+from ..system.device import CPU
 from ..system.garbage import paused_collector
+from ..system.user_warning import warn_user
 from ..tensors.layout import is_dense
+from .backward_thread import run_in_backward
 from .step_run import StepRun
 
 T = TypeVar("T")
@@ -58,11 +63,23 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs over one pool of memory.  Not yet run on a GPU.
 
-    The graph is captured on a stream of its own; copy streams join it by the events that they wait for.
+    The graph is captured on a stream of its own; copy streams join it by the events that they wait for. Once a capture
+    has failed, the process records no more: torch may be left in a state in which later ones record wrongly.
     """
 
+    failures: ClassVar[list[str]] = []
+
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        """
+        Raises:
+            RecordingError: an earlier recording of this process has failed.
+        """
+        if self.failures:
+            raise RecordingError(
+                f"an earlier recording of this process has failed ({self.failures[0]}), and none is tried again; "
+                "leave cuda_graphs= out"
+            )
+        self.device, self.stream = device, recording_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.last = torch.cuda.Event()
 
@@ -70,9 +87,23 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads may still use the device.
         capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        with paused_collector(), capture:  # freeing an object may call what CUDA forbids here
-            result = run()
+        try:
+            with paused_collector(), capture:  # freeing an object may call what CUDA forbids here
+                result = run()
+        except BaseException as error:
+            self._give_up(error)
+            raise
         return result, graph.replay
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let torch's allocator leave the pool, which it does not where CUDA ends the capture with an error."""
+        self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        with suppress(RuntimeError):  # it has left the pool
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
+        warn_user(
+            f"a step could not be recorded as CUDA graphs ({self.failures[-1]}): this process records no more, and "
+            "runs its steps op by op"
+        )
 
     def mark(self) -> None:
         self.last.record(torch.cuda.current_stream(self.device))
@@ -82,6 +113,12 @@ class CudaRecorder:
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> Any:
+    """Return the stream on which all steps of a device are recorded, since cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def recorder_of(device: torch.device) -> Callable[[], Recorder]:
@@ -121,9 +158,9 @@ class CudaGraphPair:
             self.tangents = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in halves.tangents
             ]
-            self.gradients, self.replay_backward = recorder.record(
-                lambda: _joined(run, lambda: run.backward([*self.tangents], [], keep=False))
-            )
+            half = partial(_joined, run, lambda: run.backward([*self.tangents], [], keep=False))
+            device = next((x.device for x in tensors), CPU)
+            self.gradients, self.replay_backward = run_in_backward(partial(recorder.record, half), device)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replay forward and return its outputs."""

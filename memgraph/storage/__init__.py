@@ -7,6 +7,7 @@ io_threads         threads that read and write
 async_copy         copies in chunks, while the caller continues
 pinned_tier        activations in pinned host memory, behind a GPU
 pinned_pool        blocks of pinned memory, bounded in total
+populate_pages     give memory its pages at once, before it is pinned
 mapped_storage     parameters and states on disk that stay ordinary tensors
 pinned_storage     the same in pinned memory
 transfer           copies of mapped tensors

@@ -27,6 +27,7 @@ from ..errors import MemgraphError
 from ..system.byte_sizes import BudgetRequest, asked_nbytes
 from ..system.device import CPU, memory_nbytes
 from ..system.user_warning import warn_user
+from .populate_pages import populate_pages
 from .spill_file import whole_pages
 
 VARIABLE = "MEMGRAPH_PINNED"
@@ -207,6 +208,7 @@ class CudaPinnedAllocator:
         self.devices: dict[int, torch.device] = {}  # by address
 
     def register(self, flat: Tensor, device: torch.device) -> str:
+        populate_pages(flat)
         try:
             with torch.cuda.device(device):  # cudaHostRegister registers for the current one
                 cudart: Any = torch.cuda.cudart()

@@ -26,7 +26,7 @@ from ..tensors.layout import view_bytes_as
 from .async_copy import CopyLog
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
-from .spill_file import PAGE
+from .spill_file import PAGE, whole_pages
 
 ALIGNMENT = (
     256  # bytes; a slot begins at a multiple, which wastes less than 1 % on the smallest value that is offloaded
@@ -188,11 +188,18 @@ def extra_streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
 
 @functools.cache
 def pinned_speed(device: torch.device, nbytes: int = 64 << 20, line: int = 1) -> tuple[float, float]:
-    """Measure bytes per microsecond out to pinned memory and back, over `line` copies in a row."""
-    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device)  # of the device, which need not be the current one
-    return nbytes / _copy_us(stream, on_host, on_device, line), nbytes / _copy_us(stream, on_device, on_host, line)
+    """Measure bytes per microsecond out to pinned memory and back, over `line` copies in a row.
+
+    The memory is a block like those of a step: what torch pins may be copied at another speed.
+    """
+    block = PinnedBlock(whole_pages(nbytes), device, PINNED_POOL.allocator)
+    try:
+        on_host = block.bytes[:nbytes]
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        stream = torch.cuda.current_stream(device)  # of the device, which need not be the current one
+        return nbytes / _copy_us(stream, on_host, on_device, line), nbytes / _copy_us(stream, on_device, on_host, line)
+    finally:
+        block.close()
 
 
 def _copy_us(stream: torch.cuda.Stream, into: Tensor, of: Tensor, line: int) -> float:

@@ -121,7 +121,7 @@ NAMES: Mapping[str, str] = {
 }
 
 CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
-    "torch._C._cuda_clearCublasWorkspaces": "the workspaces of cuBLAS are freed, and then measured",
+    "torch._C._cuda_endAllocateToPool": "the allocator leaves the pool of a CUDA graph whose recording has failed",
 }
 
 LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules take long to import

@@ -73,7 +73,7 @@ class Cells(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = memory = torch.zeros(len(tokens), WIDTH)
+        hidden = memory = torch.zeros(len(tokens), WIDTH, device=tokens.device)
         outputs = []
         for token in self.embedding(tokens).unbind(1):
             hidden, memory = self.cell(token, (hidden, memory))

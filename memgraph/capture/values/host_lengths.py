@@ -1,7 +1,7 @@
 """Let functions that read lengths on the host ask for them as Python does, so that they are guards of the graph.
 
     pack_padded_sequence(x, lengths)           ->   lengths.tolist();  memgraph_packed::pack(x, [3, 3, 1])
-    lstm(data, batch_sizes, ...)               ->   the ops of its steps, for these batch sizes
+    lstm(data, batch_sizes, ...)               ->   the ops of its steps, for these batch sizes; on a GPU an error
     ctc_loss(x, targets[7], ..., lengths)      ->   lengths.max().item();  ctc_loss(x, targets[3, 3], ...)
     tensor_split(x, indices)                   ->   tensor_split(x, indices.tolist())
     f"expert_{index}", an integer in a tensor  ->   index.item()
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+PACKED_WEIGHTS = "cuDNN runs a recurrent layer on packed weights"
 
 
 @contextmanager
@@ -85,13 +86,28 @@ def _pad(
 
 
 def _recurrent(plain: Callable[..., Any], *args: Any) -> Any:
-    """Run a recurrent layer with batch sizes that lie in memory."""
+    """Run a recurrent layer with batch sizes that lie in memory.
+
+    Raises:
+        NotImplementedError: cuDNN would run it, on weights that are packed into one storage, which no trace can show,
+            and with a state of dropout that torch keeps for the process.
+    """
+    if isinstance(args[0], FakeTensor) and _is_cudnns(args[0]):
+        raise NotImplementedError(PACKED_WEIGHTS)
     if not isinstance(args[4], bool) or isinstance(args[3], bool):
         return plain(*args)
     sizes = args[1].tolist()
     with _disable_current_modes():
         batch_sizes = torch.tensor(sizes)
     return plain(args[0], batch_sizes, *args[2:])
+
+
+def _is_cudnns(x: Tensor) -> bool:
+    return x.device.type == "cuda" and _cudnn_is_enabled()
+
+
+def _cudnn_is_enabled() -> bool:
+    return bool(torch.backends.cudnn.enabled)
 
 
 def _ctc_loss(

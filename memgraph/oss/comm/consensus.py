@@ -2,7 +2,8 @@
 
     rank 0: the step of 8 rows     rank 1: the step of 9 rows     ->    AgreementError on both
 
-Each rank sends 8 bytes, and may run ops that need no other rank meanwhile.
+Each rank sends 8 bytes, and may run ops that need no other rank meanwhile. They go between hosts: a comparison over a
+GPU's collectives would wait for all that the GPU has been asked to do, once a step.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ KINDS = {NEW: "a new kind of call", GATHER: "a call of gather(), or a new kind o
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
-def check_same_step(ranks: RankGroup, device: torch.device, step: int) -> Callable[[], None]:
+def check_same_step(ranks: RankGroup, step: int) -> Callable[[], None]:
     """Start to compare what the ranks are about to run: the `digest` of a step, NEW, GATHER, or UNABLE."""
     watchdog, name = ranks.watchdog, "comparison of steps"
-    own = ranks.tensor([step], torch.int64, device)
+    own = torch.tensor([step])
     rows = [torch.empty_like(own) for _ in watchdog.members]
     with watchdog.naming(name):
-        work = dist.all_gather(rows, own, group=watchdog.group, async_op=True)
+        work = dist.all_gather(rows, own, group=watchdog.host_group, async_op=True)
 
     def compare() -> None:
         with watchdog.naming(name):
-            watchdog.wait(work)
+            watchdog.wait_on_host(work)
         steps = dict(zip(watchdog.members, torch.cat(rows).tolist(), strict=True))
         if unable := [rank for rank, each in steps.items() if each == UNABLE]:
             raise AgreementError(f"ranks {unable} can't run this step, and say why; nothing was exchanged here")
@@ -46,10 +47,10 @@ def check_same_step(ranks: RankGroup, device: torch.device, step: int) -> Callab
     return compare
 
 
-def announce_failure(ranks: RankGroup, device: torch.device) -> None:
+def announce_failure(ranks: RankGroup) -> None:
     """Tell the other ranks that the call they are about to run fails here."""
     with suppress(AgreementError):
-        check_same_step(ranks, device, UNABLE)()
+        check_same_step(ranks, UNABLE)()
 
 
 def digest(text: str) -> int:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ class CollectiveWatchdog:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.members = group, dist.get_process_group_ranks(group)
-        self.is_gloo = all(group._get_backend(device).name() == "gloo" for device in group._device_types)
+        self.is_gloo = _is_gloo(group)
         self.device = _device(group)
         limit = _timeout(group, self.device).total_seconds()
         self.limit, self.silence = limit, min(SILENCE, SHARE * limit)
@@ -99,13 +99,28 @@ class CollectiveWatchdog:
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
+    @cached_property
+    def host_group(self) -> dist.ProcessGroup:
+        """The same ranks in a group whose collectives wait for no GPU. Not yet run beside NCCL."""
+        if self.is_gloo or len(self.members) == 1:
+            return self.group
+        limit = timedelta(seconds=self.limit)
+        group = dist.new_group(self.members, limit, "gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def wait(self, work: dist.Work | None) -> None:
         if work is None:  # this rank is not in the group
             return
         if self.is_gloo:
-            work.wait(timedelta(seconds=self.limit))
+            self.wait_on_host(work)
         else:
             work.wait()  # with a timeout, NCCL would block the host
+
+    def wait_on_host(self, work: dist.Work | None) -> None:
+        """Wait for a collective of the group of hosts."""
+        if work is not None:
+            work.wait(timedelta(seconds=self.limit))
 
     def _verdict(self, collective: str, until: float, timed_out: bool) -> Verdict:
         if _within(self.silence, partial(self.store.check, [VERDICT])) is not None:
@@ -132,11 +147,17 @@ def shared_watchdog() -> CollectiveWatchdog | None:
     return next(iter(watchdogs.values())) if len(watchdogs) == 1 else None
 
 
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device that small tensors are sent from: the CPU, if the backend can."""
+    """Return the device that small tensors are sent from: the CPU, if the backend can; else that of the group."""
     kinds = {device.type for device in group._device_types}
     if "cpu" in kinds:
         return torch.device("cpu")
+    if group.bound_device_id is not None:
+        return group.bound_device_id
     return torch.device(kinds.pop(), torch.accelerator.current_device_index())
 
 

@@ -125,7 +125,7 @@ def announcing_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> I
     except Exception:
         with suppress(MemgraphError):
             if optimizer is not None and _compares_steps(optimizer, parameters):
-                announce_failure(optimizer.comm, optimizer.layout.device)
+                announce_failure(optimizer.comm)
         raise
 
 

@@ -16,7 +16,8 @@ from memgraph.fit.measured_profile import measured_profile
 def test_a_published_profile_names_a_source_for_each_figure(name: str) -> None:
     profile = read_profile(name)
     assert profile.name == name
-    assert set(profile.sources) == {"flops", "bandwidth", "memory", "link", "libraries"}
+    assert set(profile.sources) == {"flops", "bandwidth", "memory", "link", "libraries", "capability"}
+    assert profile.capability is not None and profile.capability >= (7, 0) and profile.multiprocessors > 0
     assert profile.rates(torch.bfloat16).flops >= profile.rates(torch.float32).flops
     assert profile.rates(torch.int64) == profile.rates(torch.float32)
 
@@ -39,6 +40,7 @@ def test_an_unknown_device_lists_those_that_are_known() -> None:
         ({"memory": 0}, "memory is 0"),
         ({"flops": {"bfloat16": 1}}, "no figure for float32"),
         ({"speed": 3}, "unknown speed"),
+        ({"capability": [9]}, "not enough values"),
         ({"link": {"lanes": 16}}, "lanes"),
     ],
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.nn import functional as F
 
 import memgraph
 from memgraph.capture.capture import capture
+from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.graph.op_descriptions import DESCRIBED, DESCRIPTIONS
 from memgraph.profile.divided_arguments import FILLERS
 from memgraph.profile.op_profiler import OpProfiler
@@ -207,3 +210,23 @@ def test_ops_that_divide_their_work_are_priced_with_all_of_it(op: Function, args
     nodes = [node for node in graph.nodes if str(node.target) in FILLERS]
     assert nodes
     assert all(OpProfiler(1 << 30).layouts(node) is not None for node in nodes)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "blank", "known"),
+    [
+        ("cpu", torch.int32, 0, True),
+        ("cuda:0", torch.int64, 0, True),
+        ("cuda:0", torch.int32, 1, True),
+        ("cuda:0", torch.int32, 0, False),
+    ],
+)
+def test_whether_cudnn_takes_a_ctc_loss_is_decided_by_no_lengths_of_zero(
+    device: str, dtype: torch.dtype, blank: int, known: bool
+) -> None:
+    choose = torch.ops.aten._use_cudnn_ctc_loss.Tensor
+    with ConstantFakeMode():
+        scores = torch.empty(6, 2, 4, device=device)
+        targets, lengths = torch.empty(2, 3, dtype=dtype, device=device), torch.empty(2, dtype=torch.long)
+        with nullcontext() if known else pytest.raises(UnsupportedOperatorException):
+            assert choose(scores, targets, lengths, lengths, blank) is False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,20 +23,39 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
 
 
-@pytest.fixture(name="multiplied")
-def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU with workspaces of 1000 bytes; the list names the threads that multiplied."""
-    found: list[Any] = []
+class Workspaces:
+    """A GPU whose cuBLAS keeps 1000 bytes for each stream; `threads` are those that have multiplied."""
 
-    def measured(work: Any, device: Any) -> Any:
-        return work(), Allocation(peak=1500, net=1000)
+    def __init__(self) -> None:
+        self.streams, self.stream = set[object](), "default"
+        self.threads = list[str]()
 
+    def multiply(self, device: torch.device) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.streams.add(self.stream)
+
+    def measured(self, work: Callable[[], None], device: torch.device) -> tuple[None, Allocation]:
+        before = len(self.streams)
+        work()
+        return None, Allocation(peak=1500, net=1000 * (len(self.streams) - before))
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+@pytest.fixture(name="workspaces")
+def _workspaces(monkeypatch: pytest.MonkeyPatch) -> Workspaces:
+    found = Workspaces()
     monkeypatch.setattr(library_workspaces, "_known", {})
     monkeypatch.setattr(library_workspaces, "_here", threading.local())
-    monkeypatch.setattr(library_workspaces, "measure_peak", measured)
-    monkeypatch.setattr(library_workspaces, "_multiply", lambda device: found.append(threading.current_thread().name))
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: found.append("cleared"), raising=False)
+    monkeypatch.setattr(library_workspaces, "measure_peak", found.measured)
+    monkeypatch.setattr(library_workspaces, "_multiply", found.multiply)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "stream", found.on)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "another")
     return found
 
 
@@ -42,16 +63,22 @@ def test_on_a_cpu_there_are_none() -> None:
     assert libraries_nbytes(CPU) == 0 and add_library_workspaces(STEP, CPU) is STEP
 
 
-def test_they_are_measured_once_and_each_thread_has_its_own(multiplied: list[Any]) -> None:
+def test_they_are_measured_once_and_each_thread_has_its_own(workspaces: Workspaces) -> None:
     for _ in range(2):
         assert libraries_nbytes(GPU) == 1000
     thread = threading.Thread(target=libraries_nbytes, args=(GPU,), name="another")
     thread.start()
     thread.join()
-    assert multiplied == ["cleared", "MainThread", "another"]
+    assert workspaces.threads == ["MainThread", "another"]
 
 
-@pytest.mark.usefixtures("multiplied")
+def test_those_that_are_there_already_stay_and_are_measured_on_another_stream(workspaces: Workspaces) -> None:
+    workspaces.streams.add("default")
+    assert libraries_nbytes(GPU) == 2000
+    assert workspaces.streams == {"default", "another"} and workspaces.stream == "default"
+
+
+@pytest.mark.usefixtures("workspaces")
 def test_a_step_counts_them_throughout_and_a_recording_half_of_them_again() -> None:
     step = add_library_workspaces(STEP, GPU)
     assert str(step.ops[0]) == "libraries = buffer()  # makes libraries:1000 | at cuBLAS"

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from memgraph.profile.step_timer import Clock
+from memgraph.storage import pinned_tier
+from memgraph.storage.pinned_pool import PINNED_POOL
 from memgraph.storage.pinned_tier import pinned_speed
 from memgraph.system import timer
 from memgraph.system.timer import LINE, shortest_us
@@ -83,6 +85,16 @@ def test_copies_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "empty", lambda n, **_: empty(n, dtype=torch.uint8).as_subclass(Copied))
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    closed = list[int]()
+
+    class Block:
+        """A block as steps have them, which alone is copied to."""
+
+        def __init__(self, nbytes: int, device: torch.device, allocator: object) -> None:
+            assert device == GPU and allocator is PINNED_POOL.allocator
+            self.bytes, self.close = empty(nbytes, dtype=torch.uint8).as_subclass(Copied), lambda: closed.append(nbytes)
+
+    monkeypatch.setattr(pinned_tier, "PinnedBlock", Block)
     out, back = pinned_speed.__wrapped__(GPU, 800, 16)
     assert (out, back) == pytest.approx((800 / (8.0 + LAUNCH / 16),) * 2)
-    assert len(copies) == 2 * 5 * 16
+    assert len(copies) == 2 * 5 * 16 and closed == [4096]

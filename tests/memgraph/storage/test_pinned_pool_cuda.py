@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
-from memgraph.storage.pinned_pool import REGISTER_FLAGS, CudaPinnedAllocator, PinnedPool
+from memgraph.storage.pinned_pool import MMAP_FLAGS, REGISTER_FLAGS, CudaPinnedAllocator, PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
+from memgraph.storage.spill_file import PAGE
 from tests.support.late_device import Late, Pinned
 
 GPU = torch.device("cuda", 1)
@@ -73,3 +77,27 @@ def test_a_buffer_is_private_pages_of_the_process() -> None:
     first = next(line for line in lines if covers(line.split()[0], address))
     flags = next(line for line in lines if line.startswith("VmFlags:")).split()
     assert first.split()[1] == "rw-p" and "dc" in flags
+
+
+def resident(flat: Tensor) -> list[bool]:
+    """Return which pages of a tensor are in memory."""
+    pages = (ctypes.c_ubyte * (flat.nbytes // PAGE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes), pages) == 0
+    return [bool(page & 1) for page in pages]
+
+
+def test_pages_are_there_before_they_are_pinned_and_keep_their_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = mmap.mmap(-1, 8 << 20, flags=MMAP_FLAGS)
+    flat, found = torch.frombuffer(mapping, dtype=torch.uint8), list[bool]()
+    flat[5 * PAGE] = 7
+    assert sum(resident(flat)) < len(resident(flat)) // 2 + 1
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        found.extend(resident(flat))
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    assert CudaPinnedAllocator().register(flat, GPU) == ""
+    assert all(found) and len(found) == (8 << 20) // PAGE
+    assert flat[5 * PAGE] == 7 and flat.sum() == 7
