@@ -214,9 +214,13 @@ def longest(
         "memgraph": partial(_fits_planned, only, allowed, time_limit),
     }
     table = Table("way", "tokens", "CPU ms a token", title=f"{only}, {budget}, {_machine()}", box=None)
+    length = 0
     for way, fits in found.items():
+        shorter = length
         length, per_token = _bisect(fits, step, most)
-        table.add_row(way, str(length), f"{per_token:.2f}")
+        table.add_row(way, f"{length}{' or more' * (length + step > most)}", f"{per_token:.2f}")
+    if shorter and (took := found["memgraph"](shorter)) is not None:  # attention costs more a token the more there are
+        table.add_row("memgraph", str(shorter), f"{took / shorter:.2f}")
     Console(width=120).print(table)
 
 
