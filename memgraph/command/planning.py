@@ -20,7 +20,7 @@ from ..api.unplanned import unplanned
 from ..report.report import Report
 from .budget_option import budget_within, share_or_text
 from .factory import Call, load_call
-from .output import save, say, stdout_for_data, write
+from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
@@ -45,10 +45,14 @@ Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their 
 def plan(
     target: Target,
     budget: Annotated[str, typer.Option(help='bytes, as "8GB" or "8GiB", or a share of the memory, as 0.5')],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
-    trace: Annotated[Path | None, typer.Option(help="write the timeline to this file, for Perfetto")] = None,
-    graphml: Annotated[Path | None, typer.Option(help="write the graph of the planned step to this file")] = None,
+    output: NewPlan = None,
+    html: NewPage = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline to this file, for Perfetto", callback=new_file)
+    ] = None,
+    graphml: Annotated[
+        Path | None, typer.Option(help="write the graph of the planned step to this file", callback=new_file)
+    ] = None,
     time_limit: Limit = None,
     offload: Tier = Offload.AUTO,
     slices: Slices = False,

@@ -6,7 +6,12 @@ printout        a report as text
 page            a report as a page for a browser
 tables          numbers and tables as text
 budget_curve    Sweep: time by budget
+plan_diff       what two plans decide differently
+chrome_trace    a planned step as a timeline for Perfetto
 saved_plan      a plan in a file
+report_file     a report in a file
 reuse_plan      apply a saved plan to a step, and check it
+verification    the bounds of a saved plan, derived again
+given_reports   arguments that should be reports, texts or files of them
 step_times      compare the time of later steps with their forecast
 """

@@ -179,6 +179,8 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
         (["plan", "{}:setup", "--budget", "0"], "not positive"),
         (["plan", "{}:setup", "--budget", "1GB", "--offload", "tape"], "tape"),
         (["show", "{}", "--beside", "{}"], "--beside is for the page"),
+        (["plan", "{}:setup", "--budget", "1GB", "-o", "no/such/folder/plan.json"], "there is no folder"),
+        (["plan", "{}:setup", "--budget", "1GB", "--html", "."], "is a folder"),
         (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
         (["diff", "nowhere.json"], "Missing argument"),
     ],
@@ -197,7 +199,9 @@ def test_wrong_usage_is_exit_code_2(
         (["plan", "{}:exits", "--budget", "1GB"], "ended the process, with exit code 0"),
         (["plan", "{}:broken", "--budget", "1GB"], "no data today ("),
         (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
-        (["show", "{}"], "not JSON"),
+        (["show", "{}"], "factory_of_test.py: the saved plan is not JSON"),
+        (["diff", "{}", "{}"], "factory_of_test.py: the saved plan is not JSON"),
+        (["verify", "{}"], "factory_of_test.py: the saved plan is not JSON"),
     ],
 )
 def test_an_error_is_exit_code_1_and_one_line(
