@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import networkx as nx
 import typer
 
 from ..api.budget_sweep import sweep as plan_for_each
+from ..api.compiler import make_planner
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
+from ..api.what_helps import Attempts
+from ..options.compile_options import CompileArguments
 from ..report.report import Report
 from .budget_option import budget_within, share_or_text
 from .factory import Call, load_call
@@ -75,6 +78,8 @@ def plan(
     save(report, output, html)
     _save_for_programs(report, trace, graphml)
     write(report, as_json)
+    if not as_json:
+        _print_help(call, report, wanted, options)
     return 0
 
 
@@ -118,6 +123,16 @@ def _loaded(target: str) -> Call:
     call = load_call(target)
     say("capturing the step")
     return call
+
+
+def _print_help(call: Call, report: Report, budget: str | float, options: dict[str, Any]) -> None:
+    """Print the options with which a plan that costs much would cost less."""
+    given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
+    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), budget, given)
+    with stdout_for_data():
+        helps = attempts.better_than(report)
+    if helps:
+        print("\n".join(["", "what else would help, by a quick forecast", *(f"  {help}" for help in helps)]))
 
 
 def _options(time_limit: float | None, offload: Offload, **more: Any) -> dict[str, Any]:
