@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import memgraph
+import memgraph_command
 from memgraph.command.app import main
 from memgraph.command.factory import load_call
 
@@ -74,15 +75,50 @@ def plans(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tu
 
 
 def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
+    command = [sys.executable, "-m", "memgraph_command", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 0
     assert memgraph.Report.from_json(done.stdout).budget == 10**9
     assert "capturing" in done.stderr and "{" not in done.stderr
 
 
+IMPORTED_BEFORE = """
+import sys
+seen = []
+class Stderr:
+    def write(self, text):
+        seen.append((text, "torch" in sys.modules))
+    def flush(self):
+        pass
+sys.stderr, sys.argv = Stderr(), ["memgraph", "show", "nowhere.json"]
+import memgraph_command
+code = memgraph_command.main()
+print(code, seen[0])
+"""
+
+
+def test_the_first_line_is_printed_before_torch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "2 ('memgraph: loading torch', False)"
+
+
+def test_an_interrupt_while_torch_is_imported_is_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("memgraph.command"):
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "memgraph.command.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["memgraph", "show", "plan.json"])
+    assert memgraph_command.main() == 130
+    assert capsys.readouterr().err == "memgraph: loading torch\nmemgraph: interrupted\n"
+
+
 def test_what_the_factory_prints_is_no_data(target: str) -> None:
-    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
+    command = [sys.executable, "-m", "memgraph_command", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert memgraph.Report.from_json(done.stdout).budget == 10**9
     assert all(f"from {each}" in done.stderr for each in ("Python", "the process", "a child"))
@@ -93,9 +129,7 @@ def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.C
     assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
 
 
-def test_options_that_would_help_are_named_with_what_they_give(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_would_help_are_named_with_what_they_give(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{target}:setup", "--json"]) == 0
     peak = json.loads(capsys.readouterr().out)["peak"]
     given = ["plan", f"{target}:setup", "--offload", "none", "--budget"]
