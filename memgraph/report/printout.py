@@ -58,6 +58,7 @@ def verdict(report: ReportData) -> str:
         *_taken(report),
         *_proven(report),
         *_greedy(report),
+        *(["planning was interrupted: this is the best plan until then"] if report.choice.interrupted else []),
         *_rounded(report),
     ]
     if not report.counted:
