@@ -21,6 +21,8 @@ from ..api.unplanned import unplanned
 from ..api.what_helps import Attempts
 from ..options.compile_options import CompileArguments
 from ..report.report import Report
+from ..report.snapshot_peak import snapshot_peaks
+from ..report.torch_snapshot import read_snapshot
 from .budget_option import budget_within, share_or_text
 from .factory import Call, load_call
 from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
@@ -105,12 +107,21 @@ def sweep(
     return 0 if any(point.fits for point in found.points) else 3
 
 
-def explain(target: Target, as_json: Json = False) -> int:
+def explain(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE:FACTORY or SNAPSHOT", help="a function, or a memory snapshot of torch")
+    ],
+    as_json: Json = False,
+) -> int:
     """Show what is on the device at the peak of a step as it is: kinds, tensors, modules and source lines.
 
     \b
         memgraph explain train.py:setup
+        memgraph explain snapshot.pickle   # of torch.cuda.memory._dump_snapshot("snapshot.pickle")
     """
+    if not target.endswith(".py") and Path(target).is_file():
+        write(snapshot_peaks(read_snapshot(Path(target).read_bytes())), as_json)
+        return 0
     with stdout_for_data():
         call = _loaded(target)
         report = unplanned(call.model, *call.args, **call.options)

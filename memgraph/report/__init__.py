@@ -13,6 +13,8 @@ saved_plan      a plan in a file
 report_file     a report in a file
 reuse_plan      apply a saved plan to a step, and check it
 verification    the bounds of a saved plan, derived again
+torch_snapshot  read torch's memory snapshot, without running any code in it
+snapshot_peak   the peak of such a snapshot, and what lies between its buffers
 given_reports   arguments that should be reports, texts or files of them
 step_times      compare the time of later steps with their forecast
 """

@@ -85,3 +85,16 @@ def test_the_command_prints_that_plan_with_exit_code_0(
     assert main(["plan", target, "--budget", str(budget)]) == 0
     assert pressing
     assert "planning was interrupted" in capsys.readouterr().out
+
+
+def test_an_interrupt_once_a_plan_is_chosen_leaves_calls_that_add_for_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pressed(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    room = memgraph.plan(net(), batch(), budget="1GB").peak
+    monkeypatch.setattr("memgraph.planning.later_step.find_or_plan", pressed)
+    report = memgraph.plan(net(), batch(), budget=room - 50_000, offload=None)
+    assert report.plan and report.peak <= report.budget
+    assert "calls that add to gradients are not planned yet" in caplog.text
