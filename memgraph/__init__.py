@@ -5,6 +5,7 @@
     print(memgraph.plan(model, *args, budget="8GB"))                      the same, before any step
     print(memgraph.sweep(model, *args))                                   time of the step by budget
     Trainer(..., callbacks=[memgraph.MemoryBudget("8GB")])                the same for transformers' Trainer
+    lightning.Trainer(callbacks=[memgraph.LightningBudget("8GB")])        and for Lightning's
     except memgraph.BudgetError as error: ...                             error.smallest is a budget that works
 
 `help(memgraph.compile)` describes each argument; see also the README and `docs/`.
@@ -12,11 +13,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .system.first_line import print_first_line
 from .system.garbage import paused_collector
 
 if TYPE_CHECKING:
+    from .integrations.lightning_budget import LightningBudget as LightningBudget
     from .integrations.trainer import MemoryBudget
 
+print_first_line()
 with paused_collector():  # what an import makes stays
     from .api.budget_sweep import sweep
     from .api.compiled_module import CompiledModule
@@ -35,6 +39,7 @@ with paused_collector():  # what an import makes stays
         PlanError,
         RecordingError,
         ShardError,
+        SnapshotError,
         StateError,
         TorchVersionError,
         UpdateError,
@@ -74,6 +79,7 @@ __all__ = [
     "Report",
     "SavedPlan",
     "ShardError",
+    "SnapshotError",
     "SpillError",
     "StateError",
     "Sweep",
@@ -92,9 +98,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is asked for."""
+    """Import what needs transformers or Lightning when it is asked for; `__all__` has no name that needs Lightning."""
     if name == "MemoryBudget":
         from .integrations.trainer import MemoryBudget
 
         return MemoryBudget
+    if name == "LightningBudget":
+        from .integrations.lightning_budget import LightningBudget
+
+        return LightningBudget
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

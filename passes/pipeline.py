@@ -31,7 +31,7 @@ from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast
 from .simulate.bound_proof import BoundProofs
 from .simulate.forecast import predict
-from .simulate.plan_result import PlanResult, Proposal
+from .simulate.plan_result import PlanResult, Proposal, SearchInterrupted
 
 Find = Callable[[Trace, Machine, float], Plan | Proposal]  # ends at that time, as `time.monotonic` has it
 Log = Callable[[str, PlanResult], None]  # the name of a pass, and the best plan behind it
@@ -108,11 +108,13 @@ FITTING = tuple(replace(each, worth_it=_never) for each in reversed(QUICK))
 
 
 def make_plan(
-    trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet, seconds: float = math.inf
-) -> PlanResult:
+    trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet, seconds: float = math.inf,
+    interruptible: bool = False,
+) -> PlanResult:  # fmt: skip
     """Return the fastest of the passes' plans that fits; no decisions at all, if the step fits as it is.
 
-    After so many `seconds` every pass ends with what it has.  Only while nothing fits, the quick ones still run.
+    After so many `seconds` every pass ends with what it has.  Only while nothing fits, the quick ones still run.  If it
+    is `interruptible`, a KeyboardInterrupt ends the search too, as soon as a plan fits: the result says so.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
@@ -127,7 +129,7 @@ def make_plan(
     # By section first: parameters that are streamed are reloaded least often then.
     for order in (trace,) if by_section is trace else (by_section, trace):
         start = captured if order is trace else _unplanned(order, machine)
-        result, is_cut = _run(start, machine, passes, log, until)
+        result, is_cut = _run(start, machine, passes, log, until, interruptible)
         timed_out = timed_out or is_cut
         if result.forecast.peak <= machine.budget:
             return result
@@ -147,7 +149,7 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
 
 
 def _run(
-    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float
+    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool
 ) -> tuple[PlanResult, bool]:
     """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does.
 
@@ -168,10 +170,16 @@ def _run(
             is_cut = True
             continue
         ends = until if fits else _end(each, until)
-        found = each.find(trace, machine, ends)
+        try:
+            proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
+            best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
+        except KeyboardInterrupt as interrupt:
+            if not interruptible:
+                raise
+            best = _until_then(best, interrupt, machine)
+            log(each.name, best)
+            return best, is_cut
         is_cut = is_cut or time.monotonic() >= ends
-        proposal = _retimed(found, trace, machine, until)
-        best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
         log(each.name, best)
     return best, is_cut
 
@@ -180,6 +188,15 @@ def _end(each: Pass, until: float) -> float:
     """Return when a pass has to end while nothing fits."""
     now = time.monotonic()
     return math.inf if each.quick else now + each.share * (until - now)
+
+
+def _until_then(best: PlanResult, interrupt: KeyboardInterrupt, machine: Machine) -> PlanResult:
+    """Return the best plan that was known when the user interrupted; raise that if it does not fit."""
+    if isinstance(interrupt, SearchInterrupted):
+        best = _better(best, interrupt.proposal, machine)
+    if best.forecast.peak > machine.budget:
+        raise interrupt
+    return replace(best, interrupted=True)
 
 
 def _retimed(found: Plan | Proposal, trace: Trace, machine: Machine, until: float) -> Proposal:

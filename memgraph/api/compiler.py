@@ -8,12 +8,15 @@ Both take the same options; `compile` documents them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Unpack
 
 import torch
 from torch import nn
+
+from passes import BudgetError
 
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
@@ -28,6 +31,7 @@ from ..report.saved_plan import PlanRecord
 from .compiled_module import CompiledModule
 from .refuse_wrapped import refuse_wrapped, warn_of_steps
 from .shapes_only import on_device
+from .what_helps import Attempts, with_help
 
 
 def compile(
@@ -146,16 +150,23 @@ def plan(
         print(memgraph.plan(model, worst, budget="8GB"))
 
     Tensors of device "meta" stand for tensors of their shapes on the model's device.  Arguments and errors are those of
-    `compile`.
+    `compile`.  A BudgetError also says which other options would help, and how much.
     """
-    planner = make_planner(
-        model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
-        time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
-        accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
-    )  # fmt: skip
-    args, kwargs = on_device(planner.module, args, kwargs, microbatches)
-    return planner.step(args, kwargs, planner.options.outputs).report
+    given: CompileArguments = {
+        "optimizer": optimizer, "loss": loss, "offload": offload, "spill_dir": spill_dir, "plan": plan,
+        "time_limit": time_limit, "wire_dtype": wire_dtype, "microbatches": microbatches, "reduction": reduction,
+        "accumulate": accumulate, "forwards": forwards, "fuse_update": fuse_update, "host_update": host_update,
+        "lower": lower, "pinned": pinned, "cuda_graphs": cuda_graphs, "opaque": opaque, "slices": slices,
+    }  # fmt: skip
+    planner = make_planner(model, budget, **given)
+    real, began = on_device(planner.module, args, kwargs, microbatches), time.monotonic()
+    try:
+        return planner.step(*real, planner.options.outputs).report
+    except BudgetError as error:
+        if planner.state.has_other_ranks:  # which would have to try the same
+            raise
+        attempts = Attempts(make_planner, model, args, kwargs, budget, given, time.monotonic() - began)
+        raise with_help(error, attempts.better_than(error)) from None
 
 
 def make_planner(model: nn.Module, budget: Budget, **given: Unpack[CompileArguments]) -> Planner:

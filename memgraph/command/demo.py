@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..api.compiler import compile, plan
 from ..report.tables import mb
-from .output import save, say, write
+from .output import NewPage, NewPlan, save, say, write
 
 WIDTH, LAYERS, TOKENS, BATCH, CLASSES = 256, 8, 128, 8, 512
 SHARE = 0.6  # of what eager's step takes beyond parameters and gradients
@@ -36,8 +35,8 @@ class Language(nn.Module):
 
 
 def demo(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
+    output: NewPlan = None,
+    html: NewPage = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 5,
 ) -> int:
     """Train a small transformer eagerly and under 60 % of its activations: equal losses, less memory.

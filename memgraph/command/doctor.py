@@ -28,7 +28,7 @@ from ..storage.spill_file import PAGE, available_nbytes, is_ram, mount_descripti
 from ..system.device import CPU, memory_nbytes, unused_nbytes
 from ..system.measurement_cache import cache_folder
 from ..system.private_names import TESTED
-from .output import say, write
+from .output import new_file, say, write
 
 SLOW_DISK = 200.0  # bytes per microsecond: below that, copies rarely hide behind compute
 LARGE = 32 << 20  # bytes of the copy whose rate is shown
@@ -69,7 +69,9 @@ class Diagnosis:
 
 def doctor(
     spill_dir: Annotated[str | None, typer.Option(help="the folder to offload to, as in memgraph.compile")] = None,
-    profile: Annotated[Path | None, typer.Option(help="write this CPU's figures to a file, for `memgraph fit`")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="write this CPU's figures to a file, for `memgraph fit`", callback=new_file)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Check versions, memory, disk, links and settings: what is slow, what it costs, what mends it.

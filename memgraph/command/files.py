@@ -7,8 +7,9 @@ memgraph verify plan.json
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -16,15 +17,17 @@ from ..errors import PlanError
 from ..report.report import Report
 from ..report.saved_plan import SavedPlan
 from ..report.verification import verify as verify_plan
-from .output import say, write
+from .output import NewPage, say, write
 
 File = Annotated[Path, typer.Argument(metavar="PLAN.json", help="a file of `memgraph plan -o`, or Report.to_json()")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+WRITTEN = "`memgraph plan ... -o plan.json` writes one"
+Parsed = TypeVar("Parsed")
 
 
 def show(
     file: File,
-    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
+    html: NewPage = None,
     beside: Annotated[Path | None, typer.Option(help="another plan file, which the page compares with")] = None,
     as_json: Json = False,
 ) -> int:
@@ -66,7 +69,7 @@ def verify(file: File, as_json: Json = False) -> int:
     \b
     Exit codes: 0 all that it claims is derived, 3 it does not fit, 1 less is proven than it claims.
     """
-    found = verify_plan(_saved(file))
+    found = verify_plan(_read(file, SavedPlan.from_json))
     write(found, as_json)
     return 3 if found.peak > found.budget else int(not found.holds)
 
@@ -78,17 +81,15 @@ def read_plan(file: Path) -> Report:
         typer.BadParameter: there is no such file.
         PlanError: the file holds no plan.
     """
-    return Report.from_json(_text(file))
+    return _read(file, Report.from_json)
 
 
-def _saved(file: Path) -> SavedPlan:
-    return SavedPlan.from_json(_text(file))
-
-
-def _text(file: Path) -> str:
+def _read(file: Path, parse: Callable[[str], Parsed]) -> Parsed:
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {str(file)!r}")
     try:
-        return file.read_text()
+        return parse(file.read_text())
     except UnicodeDecodeError as error:
-        raise PlanError(f"{file} is no plan file: it is not text ({error.reason})") from error
+        raise PlanError(f"{file} is no plan file: it is not text ({error.reason}); {WRITTEN}") from error
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from error

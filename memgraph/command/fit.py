@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +30,7 @@ from ..report.report import Report
 from ..system.device import HEADROOM
 from .budget_option import budget_within
 from .factory import load_factory, made_call
-from .output import save, say, write
+from .output import NewPlan, save, say, write
 
 SIZES = ("batch", "seq")
 
@@ -68,7 +67,7 @@ def fit(
     step: Annotated[int | None, typer.Option(min=1, help="of --max: 1 of batch, 64 of seq")] = None,
     dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
     optimizer: Annotated[Updates, typer.Option(help="of a configuration's parameters")] = Updates.ADAMW,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
+    output: NewPlan = None,
     time_limit: Annotated[float | None, typer.Option(min=0, help="seconds of planning after capture")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import typer
 from rich.console import Console, RenderableType
 
+from ..report.given_reports import written_file
 from ..report.report import Report
 from ..report.tables import printed
 
@@ -34,6 +36,24 @@ def write(what: Writable, as_json: bool) -> None:
         Console().print(what)
     else:
         print(printed(what))
+
+
+def new_file(given: Path | None) -> Path | None:
+    """Check an option that names a file to write, before any work is done.
+
+    Raises:
+        typer.BadParameter: it is a folder, or its folder does not exist.
+    """
+    try:
+        return None if given is None else written_file(given)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+NewPlan = Annotated[
+    Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON", callback=new_file)
+]
+NewPage = Annotated[Path | None, typer.Option(help="write a page for a browser to this file", callback=new_file)]
 
 
 def save(report: Report, output: Path | None, html: Path | None = None) -> None:

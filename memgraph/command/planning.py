@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import networkx as nx
 import typer
 
 from ..api.budget_sweep import sweep as plan_for_each
+from ..api.compiler import make_planner
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
+from ..api.what_helps import Attempts
+from ..options.compile_options import CompileArguments
 from ..report.report import Report
+from ..report.snapshot_peak import snapshot_peaks
+from ..report.torch_snapshot import read_snapshot
 from .budget_option import budget_within, share_or_text
 from .factory import Call, load_call
-from .output import save, say, stdout_for_data, write
+from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
@@ -45,10 +50,14 @@ Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their 
 def plan(
     target: Target,
     budget: Annotated[str, typer.Option(help='bytes, as "8GB" or "8GiB", or a share of the memory, as 0.5')],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file, as JSON")] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page for a browser to this file")] = None,
-    trace: Annotated[Path | None, typer.Option(help="write the timeline to this file, for Perfetto")] = None,
-    graphml: Annotated[Path | None, typer.Option(help="write the graph of the planned step to this file")] = None,
+    output: NewPlan = None,
+    html: NewPage = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline to this file, for Perfetto", callback=new_file)
+    ] = None,
+    graphml: Annotated[
+        Path | None, typer.Option(help="write the graph of the planned step to this file", callback=new_file)
+    ] = None,
     time_limit: Limit = None,
     offload: Tier = Offload.AUTO,
     slices: Slices = False,
@@ -71,6 +80,8 @@ def plan(
     save(report, output, html)
     _save_for_programs(report, trace, graphml)
     write(report, as_json)
+    if not as_json:
+        _print_help(call, report, wanted, options)
     return 0
 
 
@@ -96,12 +107,21 @@ def sweep(
     return 0 if any(point.fits for point in found.points) else 3
 
 
-def explain(target: Target, as_json: Json = False) -> int:
+def explain(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE:FACTORY or SNAPSHOT", help="a function, or a memory snapshot of torch")
+    ],
+    as_json: Json = False,
+) -> int:
     """Show what is on the device at the peak of a step as it is: kinds, tensors, modules and source lines.
 
     \b
         memgraph explain train.py:setup
+        memgraph explain snapshot.pickle   # of torch.cuda.memory._dump_snapshot("snapshot.pickle")
     """
+    if not target.endswith(".py") and Path(target).is_file():
+        write(snapshot_peaks(read_snapshot(Path(target).read_bytes())), as_json)
+        return 0
     with stdout_for_data():
         call = _loaded(target)
         report = unplanned(call.model, *call.args, **call.options)
@@ -114,6 +134,16 @@ def _loaded(target: str) -> Call:
     call = load_call(target)
     say("capturing the step")
     return call
+
+
+def _print_help(call: Call, report: Report, budget: str | float, options: dict[str, Any]) -> None:
+    """Print the options with which a plan that costs much would cost less."""
+    given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
+    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), budget, given)
+    with stdout_for_data():
+        helps = attempts.better_than(report)
+    if helps:
+        print("\n".join(["", "what else would help, by a quick forecast", *(f"  {help}" for help in helps)]))
 
 
 def _options(time_limit: float | None, offload: Offload, **more: Any) -> dict[str, Any]:

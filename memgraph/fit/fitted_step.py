@@ -52,12 +52,15 @@ class FittedStep:
             BudgetError: none fits.
         """
         try:
-            return self._report(make_plan(self.trace, self.machine, seconds=USUAL_S if seconds is None else seconds))
+            return self._planned(USUAL_S if seconds is None else seconds)
         except BudgetError as error:
             least = PlanProblem(ReuseGaps(self.trace), self.machine).least_nbytes
             if seconds is not None or not error.timed_out or least > self.machine.budget:
                 raise
-            return self._report(make_plan(self.trace, self.machine, seconds=FITTING_S))
+            return self._planned(FITTING_S)
+
+    def _planned(self, seconds: float) -> Report:
+        return self._report(make_plan(self.trace, self.machine, seconds=seconds, interruptible=True))
 
     def smallest_plan(self) -> Report:
         """Return the plan of the quick passes; errors as in `plan`."""

@@ -1,1 +1,1 @@
-"""Callbacks of other libraries: `MemoryBudget` for the Trainer of transformers."""
+"""Callbacks of other libraries: `MemoryBudget` for the Trainer of transformers, `LightningBudget` for Lightning's."""

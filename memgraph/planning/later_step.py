@@ -11,6 +11,7 @@ It follows from the step that makes gradients: its ops and prices, the machine, 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -27,6 +28,8 @@ from .plan_cache import get_facts, put_facts, step_key
 from .pricing import Pricing
 from .search import PlanSearch
 from .step_graph import StepGraph
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +51,22 @@ class LaterStep:
             return error.smallest
 
     def accumulated(self, result: PlanResult, machine: Machine) -> AccumulatedStep:
-        """Return what it needs once the first step has this plan; warn if that is more than the budget."""
-        graph, options = self.first.later, self.search.options
-        if graph is None or options.plans:
+        """Return what it needs once the first step has this plan; warn if that is more than the budget.
+
+        A user who interrupts this, or has interrupted the search, wants to begin: such a call is planned when it comes.
+        """
+        if self.first.later is None or self.search.options.plans or result.interrupted:
             return AccumulatedStep()
+        try:
+            return self._accumulated(self.first.later, result, machine)
+        except KeyboardInterrupt:
+            if self.first.ranks.plan_together:  # the others would wait
+                raise
+            LOG.warning("interrupted: calls that add to gradients are not planned yet; interrupt again to stop")
+            return AccumulatedStep()
+
+    def _accumulated(self, graph: StepGraph, result: PlanResult, machine: Machine) -> AccumulatedStep:
+        options = self.search.options
         ranks, is_alone = graph.ranks, options.forwards == 1
         tries = ((), result.plan) if is_alone else ()
         plan = partial(self._planned, graph, tries)

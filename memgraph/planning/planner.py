@@ -177,7 +177,8 @@ class Planner:
         trace, machine = pricing(graph)
         try:
             known = earlier.accumulated_plan if earlier is not None else None
-            result = graph.ranks.choose(trace, machine, replace(search, known=known))
+            interruptible = not graph.ranks.plan_together  # the others would wait
+            result = graph.ranks.choose(trace, machine, replace(search, known=known, interruptible=interruptible))
         except (BudgetError, PlanError) as error:
             # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
             failed = error.with_traceback(None)

@@ -27,6 +27,10 @@ from .plan_cache import cached_plan, remember
 from .progress import Progress
 
 LOG = logging.getLogger(__name__)
+INTERRUPTED = (
+    "interrupted: the search ends with the best plan so far, which adds %s to the step, %s above what is proven; "
+    "interrupt again to stop"
+)
 FITTING_S = 120.0  # of search beyond the default limit, while no plan fits
 
 
@@ -38,6 +42,7 @@ class PlanSearch:
         until: when planning has to end, in seconds of `time.monotonic`.
         known: a plan to fall back on: the caller was told that the step fits.
         is_last: False if the call is planned in another way where nothing fits.
+        interruptible: True if an interrupt of the user ends the search, once a plan fits.
     """
 
     options: CompileOptions
@@ -45,6 +50,7 @@ class PlanSearch:
     until: float
     known: Plan | None = None
     is_last: bool = True
+    interruptible: bool = False
 
     def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return a plan within the budget.
@@ -70,7 +76,8 @@ class PlanSearch:
             return self.search(trace, machine)
         step = trace, machine, self.options.search_key
         result = cached_plan(*step) or self.search(trace, machine)
-        remember(*step, result)
+        if not result.interrupted:
+            remember(*step, result)
         return result
 
     def search(self, trace: Trace, machine: Machine) -> PlanResult:
@@ -85,7 +92,7 @@ class PlanSearch:
     def _run_passes(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return the plan of the passes; only a limit that was given leaves a budget without one for want of time."""
         try:
-            return make_plan(trace, machine, log=PassLog(self.progress.done), seconds=self._left(self.until))
+            return self._made(trace, machine, self.until)
         except passes.BudgetError as error:
             late = self.until + FITTING_S
             is_bounded = self.options.time_limit is not None or time.monotonic() >= late
@@ -94,10 +101,15 @@ class PlanSearch:
             if PlanProblem(ReuseGaps(trace), machine).least_nbytes > machine.budget:
                 raise  # it is proven that none fits
             LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
-            return make_plan(trace, machine, log=PassLog(self.progress.done), seconds=self._left(late))
+            return self._made(trace, machine, late)
 
-    def _left(self, until: float) -> float:
-        return max(0.0, until - time.monotonic())
+    def _made(self, trace: Trace, machine: Machine, until: float) -> PlanResult:
+        log, seconds = PassLog(self.progress.done), max(0.0, until - time.monotonic())
+        ends = self.interruptible and self.options.forwards == 1  # several forwards are searched for several times
+        result = make_plan(trace, machine, log=log, seconds=seconds, interruptible=ends)
+        if result.interrupted:
+            LOG.warning(INTERRUPTED, f"{result.overhead:+.1%}", f"{result.gap:.1%}")
+        return result
 
 
 def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: Trace, machine: Machine) -> PlanResult:

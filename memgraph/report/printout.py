@@ -21,6 +21,7 @@ from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 
+from .remedies import remedies
 from .repeatability import repeatability
 from .report_data import ReportData
 from .step_times import LENGTH, is_off
@@ -34,9 +35,8 @@ NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
     forecast, blank = report.forecast, Text("")
-    return Group(
-        Text(verdict(report)), blank, _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
-    )  # fmt: skip
+    tables = _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
+    return Group(Text(verdict(report)), blank, *tables, *_helped(report))
 
 
 def verdict(report: ReportData) -> str:
@@ -61,6 +61,7 @@ def verdict(report: ReportData) -> str:
         *_taken(report),
         *_proven(report),
         *_greedy(report),
+        *(["planning was interrupted: this is the best plan until then"] if report.choice.interrupted else []),
         *_rounded(report),
     ]
     if not report.counted:
@@ -322,6 +323,11 @@ def _peak(forecast: Forecast) -> Table:
         fn, _, type = row.fn.partition(" ")
         lines.add_row(row.verb, mb(row.nbytes), fn if row.count == 1 else f"{row.count} x {fn}", type, row.where)
     return lines
+
+
+def _helped(report: ReportData) -> list[RenderableType]:
+    lines = remedies(report)
+    return [Text("\n".join(["", "what would help, by forecast", *(f"  {line}" for line in lines)]))] if lines else []
 
 
 def _spent(forecast: Forecast, *fns: str) -> Counter[str]:

@@ -22,6 +22,7 @@ from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
 from .budget_curve import Sweep
 from .chrome_trace import chrome_trace
+from .given_reports import require_report, written_file
 from .page.page import page
 from .plan_diff import PlanDiff, changes
 from .printout import printout
@@ -75,6 +76,7 @@ class Report(ReportData):
 
         Raises:
             PlanError: the text is not a plan, is damaged, or has another format.
+            TypeError: it is no text.
         """
         return cls(**read_report(SavedPlan.from_json(text)))
 
@@ -83,7 +85,12 @@ class Report(ReportData):
         return json.dumps(chrome_trace(self.forecast))
 
     def diff(self, other: Report) -> PlanDiff:
-        """Return what the plan of `other` decides differently from this one."""
+        """Return what the plan of `other` decides differently from this one.
+
+        Raises:
+            TypeError: `other` is no report.
+        """
+        require_report("other", other)
         before, after = self.choice, other.choice
         same = without_prices(before.captured.trace) == without_prices(after.captured.trace)
         decided = changes((before.captured.trace, before.plan), (after.captured.trace, after.plan))
@@ -115,8 +122,12 @@ class Report(ReportData):
         Args:
             sweep: what `memgraph.sweep` returned, or the reports of other budgets; the page gets a slider over them.
             beside: another plan of the same step, to compare with.
+
+        Raises:
+            TypeError, ValueError: an argument is of another type, or `path` is a folder.
+            OSError: the file can't be written.
         """
-        written = Path(path)
+        written = written_file(path)
         written.write_text(page(self, sweep, beside), encoding="utf-8", newline="\n")
         return written
 

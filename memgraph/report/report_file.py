@@ -18,6 +18,8 @@ from .saved_plan import REPLAN, TYPES, SavedPlan, carried_out, record_plan, type
 
 ROWS: dict[str, Callable[..., Any]] = {"assumptions": Assumption, "opaque": OpaqueRow, "row_blocks": RowBlocks}
 
+SEARCHED = ("greedy", "interrupted")  # facts of the search
+
 
 def write_report(report: ReportData) -> SavedPlan:
     """Return the plan with its measurements, in the form that is saved."""
@@ -29,8 +31,7 @@ def write_report(report: ReportData) -> SavedPlan:
     facts |= {name: list(map(asdict, rows)) for name in ROWS if (rows := getattr(report, name))}
     if report.lowered is not None:
         facts["lowered"] = str(report.lowered.trace).split("\n")
-    if report.choice.greedy:
-        facts["greedy"] = True
+    facts |= {name: True for name in SEARCHED if getattr(report.choice, name)}
     return record_plan(report.choice, report.machine, report.slices, facts)
 
 
@@ -43,7 +44,8 @@ def read_report(saved: SavedPlan) -> dict[str, Any]:
     try:
         facts, machine = dict(saved.facts), saved.machine
         lowered = facts.pop("lowered", None)
-        choice = replace(carried_out(saved), greedy=facts.pop("greedy", False) is True)
+        searched = {name: facts.pop(name, False) is True for name in SEARCHED}
+        choice = replace(carried_out(saved), greedy=searched["greedy"], interrupted=searched["interrupted"])
         rows = {name: tuple(make(**row) for row in facts.pop(name)) for name, make in ROWS.items() if name in facts}
         compiled: Forecast | None = lowered and predict(parse("\n".join(lowered)), machine)
         known = {"machine": machine, "choice": choice, "slices": saved.slices, "lowered": compiled}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -43,8 +42,10 @@ from passes import (
 from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
+from .given_reports import require_text
 
 FORMAT = 5
+LARGEST = 2.0**63  # no bytes and no times in a file are as large
 REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {  # of fields, by annotation
     "int": int,
@@ -128,7 +129,9 @@ class SavedPlan:
 
         Raises:
             PlanError: the text is not a plan, is damaged, or has another format.
+            TypeError: it is no text.
         """
+        require_text(text)
         try:
             facts = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -171,9 +174,12 @@ def saved_plan(given: PlanRecord) -> SavedPlan:
 
     Raises:
         PlanError: the file can't be read, or is not a plan.
+        TypeError: it is neither a text nor a path.
     """
     if isinstance(given, SavedPlan):
         return given
+    if not isinstance(given, PathLike):
+        require_text(given)
     if isinstance(given, str) and not given.strip():
         raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {REPLAN}")
     if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
@@ -216,7 +222,7 @@ def typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None)
     """Check that facts have the types of a dataclass's fields.
 
     Raises:
-        TypeError: a fact has another type than its field, or is not finite.
+        TypeError: a fact has another type than its field, or is not finite or larger than any number of bytes.
         KeyError: one of `names` is missing.
     """
     types = {field.name: TYPES[str(field.type)] for field in fields(kind) if str(field.type) in TYPES}
@@ -224,9 +230,9 @@ def typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None)
     for name, fact in found.items():
         wanted = types.get(name, ())
         is_number = isinstance(fact, int | float) and not isinstance(fact, bool)
-        well = is_number and math.isfinite(fact) if wanted is float else type(fact) is wanted
-        if not well:
-            raise TypeError(f"{name} is {fact!r}")
+        is_finite = is_number and abs(fact) < LARGEST
+        if not (is_finite if wanted is float else type(fact) is wanted and (is_finite or wanted is not int)):
+            raise TypeError(f"{name} is {fact!r:.60}")
     return found
 
 

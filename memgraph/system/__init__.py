@@ -2,6 +2,7 @@
 
 device               memory of a device; make a process return freed memory
 byte_sizes           "8GB" -> bytes
+first_line           what the command line prints before torch is imported
 garbage              pause Python's garbage collector, or leave older objects out of it
 measurement_cache    measurements on disk, for later processes
 setting              the environment that a measurement depends on

@@ -9,6 +9,7 @@ bound is the last.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from ..lp.relax import Relaxed
 from ..lp.rounding import lp_preferences
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
-from ..simulate.plan_result import Proposal
+from ..simulate.plan_result import Proposal, SearchInterrupted
 from .local_search import PlacementSwap, local_search
 from .rounding_search import RoundingSearch
 from .state_search import plan_with_state
@@ -52,15 +53,27 @@ def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY)
     """The same without offload.  Its bound says nothing of plans that offload."""
     if not machine.link.out:
         return Proposal(())
-    proposal = optimize(trace, machine.without_tier, until)
-    return Proposal(proposal.plan, no_offload_us=proposal.any_us)
+
+    def of_all(proposal: Proposal) -> Proposal:
+        return Proposal(proposal.plan, no_offload_us=proposal.any_us)
+
+    return _restated(lambda: optimize(trace, machine.without_tier, until), of_all)
 
 
 def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same without casts.  Its bound says nothing of plans that cast."""
     if not (machine.cast.dtype and machine.link.out):
         return Proposal(())
-    return Proposal(optimize(trace, replace(machine, cast=replace(machine.cast, dtype="")), until).plan)
+    uncast = replace(machine, cast=replace(machine.cast, dtype=""))
+    return _restated(lambda: optimize(trace, uncast, until), lambda proposal: Proposal(proposal.plan))
+
+
+def _restated(search: Callable[[], Proposal], restate: Callable[[Proposal], Proposal]) -> Proposal:
+    """Return what a search among fewer plans says of all plans, also if the user interrupts it."""
+    try:
+        return restate(search())
+    except SearchInterrupted as interrupt:
+        raise SearchInterrupted(restate(interrupt.proposal)) from interrupt
 
 
 class Optimizer:
@@ -76,7 +89,22 @@ class Optimizer:
         self._polished: list[dict[str, Placement]] = []  # placements from which local search has begun
 
     def run(self) -> Proposal:
-        """Return the best plan, and the bounds."""
+        """Return the best plan, and the bounds.
+
+        Raises:
+            SearchInterrupted: the user has interrupted the search, and a plan was found before.
+        """
+        try:
+            return self._searched()
+        except KeyboardInterrupt as interrupt:
+            proposal = self._proposal()
+            if not proposal.plan and isinstance(interrupt, SearchInterrupted):  # of the search without offload
+                proposal = replace(proposal, plan=interrupt.proposal.plan)
+            if not proposal.plan:
+                raise KeyboardInterrupt from interrupt
+            raise SearchInterrupted(proposal) from interrupt
+
+    def _searched(self) -> Proposal:
         search, lp = self.search, self.search.model.lp
         share = PROVING if search.reads_offloaded_state else RELAXING
         relaxed = search.start(share * self.work.total)
@@ -92,6 +120,9 @@ class Optimizer:
             if search.ends_early and not is_large and not relaxed.out_of_work:
                 search.round(INFINITY, last=True)  # raises the bound
         self._polish(ended=True)
+        return self._proposal()
+
+    def _proposal(self) -> Proposal:
         best = self.incumbent.best
         bounds = self.incumbent.bound_us, self.incumbent.any_us, self.no_offload_us
         return Proposal(best.plan if best else (), *bounds, self.incumbent.proofs)

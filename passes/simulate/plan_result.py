@@ -38,12 +38,21 @@ class Proposal:
     proofs: BoundProofs = NO_PROOFS
 
 
+class SearchInterrupted(KeyboardInterrupt):
+    """An interrupt of the user in a pass that has found a plan; who does not take that plan treats it as any other."""
+
+    def __init__(self, proposal: Proposal) -> None:
+        super().__init__()
+        self.proposal = proposal
+
+
 @dataclass(frozen=True, eq=False)
 class PlanResult:
     """A plan, the forecasts of the step as captured and as it will run, and the bounds of a `Proposal`.
 
     Attributes:
         greedy: True if the plan was made without a search, as HiGHS is not installed: nothing is proven then.
+        interrupted: True if the user ended the search; this is the best plan until then.
     """
 
     plan: Plan
@@ -52,6 +61,7 @@ class PlanResult:
     bound_us: float = 0.0
     any_us: float = 0.0
     greedy: bool = False
+    interrupted: bool = False
     proofs: BoundProofs = NO_PROOFS
 
     @property

@@ -30,7 +30,9 @@ FATES = (
 )
 
 
-def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
+def all_given_up(
+    trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0, interruptible: bool = False
+) -> PlanResult:
     """Recompute or offload every storage; a hash of its name selects the placement."""
     gaps, fates = ReuseGaps(trace), dict[str, Placement]()
     for storage in gaps.producer:
@@ -45,7 +47,9 @@ def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: fl
 def given_up(fate: Placement) -> Callable[[Trace, Machine], PlanResult]:
     """Return a planner that has one placement for all storages."""
 
-    def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
+    def make_plan(
+        trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0, interruptible: bool = False
+    ) -> PlanResult:
         gaps = ReuseGaps(trace)
         if fate is Placement.OFFLOAD_BLOCKING:
             chosen = [storage for storage in gaps.whole_value if storage in gaps.uses]

@@ -61,7 +61,9 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
     return model, [None if x is None else x.detach().clone() for x in (*found, *model.buffers(), torch.get_rng_state())]
 
 
-def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
+def given_up(
+    trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0, interruptible: bool = False
+) -> PlanResult:
     """Replace `make_plan`: recompute values for each use where possible, and offload the others."""
     gaps = ReuseGaps(trace)
     fates = {

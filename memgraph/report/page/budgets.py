@@ -7,7 +7,7 @@ A `Sweep` has figures for each budget, and no plans: then the slider moves the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..budget_curve import Point, Sweep, point_of_plan
@@ -26,14 +26,24 @@ def budgets(
     if sweep is None:
         return [], [report]
     if isinstance(sweep, Sweep):
-        others = [_stop(point, None) for point in sweep.points if point.budget != report.budget]
-        return _sorted([own, *others]), [report]
-    plans = [report, *(each for each in sweep if each is not report)]
-    if wrong := [each for each in plans if not isinstance(each, ReportData)]:
-        raise TypeError(
-            f"sweep is a {type(wrong[0]).__name__}: give a memgraph.Sweep, or the reports of several budgets"
-        )
+        stops = [_stop(point, None) for point in sweep.points if point.budget != report.budget]
+        return _sorted([own, *stops]), [report]
+    plans = [report, *(each for each in _reports(sweep) if each is not report)]
     return _sorted(_stop(point_of_plan(each.budget, each.choice), i) for i, each in enumerate(plans)), plans
+
+
+def _reports(sweep: object) -> list[ReportData]:
+    reports: list[ReportData] = []
+    for each in sweep if isinstance(sweep, Iterable) else [sweep]:
+        if not isinstance(each, ReportData):
+            raise TypeError(f"sweep {_found(sweep, each)}; give what memgraph.sweep returned, or a list of reports")
+        reports.append(each)
+    return reports
+
+
+def _found(sweep: object, other: object) -> str:
+    kind = type(sweep).__name__
+    return f"is a {kind}" if other is sweep or isinstance(sweep, str) else f"is a {kind} with a {type(other).__name__}"
 
 
 def _stop(point: Point, plan: int | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from passes import KINDS
 
 from ..budget_curve import Sweep
 from ..chrome_trace import QUEUES
+from ..given_reports import require_report
 from ..printout import printout, verdict
 from ..report_data import ReportData
 from ..tables import printed
@@ -42,7 +43,12 @@ def page(
     Args:
         sweep: the budgets that its slider moves between; with reports it shows their plans too.
         beside: another plan, whose curve and decisions are compared with those of the first.
+
+    Raises:
+        TypeError: `sweep` or `beside` is of another type.
     """
+    if beside is not None:
+        require_report("beside", beside)
     script, style = _script(), _style()
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'"
     parts = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import memgraph
 from memgraph.command.app import main
 from memgraph.command.factory import load_call
+from memgraph.system.first_line import is_command
 
 FACTORY = """
 import torch
@@ -80,6 +82,33 @@ def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path
     assert "capturing" in done.stderr and "{" not in done.stderr
 
 
+def test_the_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    command = [sys.executable, "-m", "memgraph.command", "show", "nowhere.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stderr.startswith("memgraph: loading torch\n") and "no torch here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        ("python -m memgraph.command plan a.py:f", True),
+        ("python -X dev -m memgraph.command doctor", True),
+        ("/usr/bin/python3 /usr/bin/memgraph doctor", True),
+        ("python -m memgraph.command", False),
+        ("python train.py memgraph.command doctor", False),
+        ("python -m pytest tests/memgraph/command -q", False),
+        ("python -c pass memgraph -x", False),
+        ("python train.py", False),
+        ("python", False),
+    ],
+)
+def test_only_a_command_has_a_first_line(words: str, is_one: bool) -> None:
+    assert is_command(words.split()) is is_one
+
+
 def test_what_the_factory_prints_is_no_data(target: str) -> None:
     command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -90,6 +119,15 @@ def test_what_the_factory_prints_is_no_data(target: str) -> None:
 def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{target}:setup", "--budget", "100KB"]) == 3
     assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
+
+
+def test_options_that_would_help_are_named_with_what_they_give(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{target}:setup", "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["peak"]
+    given = ["plan", f"{target}:setup", "--offload", "none", "--budget"]
+    assert main([*given, str(peak // 2)]) == 3
+    said = capsys.readouterr().err.partition("What else would help, by forecast:")[2].strip().splitlines()
+    assert said and all(re.search(r": (fits, [\d.]+ ms|[\d.]+ K?M?B will do)$", line) for line in said)
 
 
 def test_a_plan_is_written_shown_and_compared(
@@ -179,6 +217,8 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
         (["plan", "{}:setup", "--budget", "0"], "not positive"),
         (["plan", "{}:setup", "--budget", "1GB", "--offload", "tape"], "tape"),
         (["show", "{}", "--beside", "{}"], "--beside is for the page"),
+        (["plan", "{}:setup", "--budget", "1GB", "-o", "no/such/folder/plan.json"], "there is no folder"),
+        (["plan", "{}:setup", "--budget", "1GB", "--html", "."], "is a folder"),
         (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
         (["diff", "nowhere.json"], "Missing argument"),
     ],
@@ -197,7 +237,9 @@ def test_wrong_usage_is_exit_code_2(
         (["plan", "{}:exits", "--budget", "1GB"], "ended the process, with exit code 0"),
         (["plan", "{}:broken", "--budget", "1GB"], "no data today ("),
         (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
-        (["show", "{}"], "not JSON"),
+        (["show", "{}"], "factory_of_test.py: the saved plan is not JSON"),
+        (["diff", "{}", "{}"], "factory_of_test.py: the saved plan is not JSON"),
+        (["verify", "{}"], "factory_of_test.py: the saved plan is not JSON"),
     ],
 )
 def test_an_error_is_exit_code_1_and_one_line(

@@ -90,7 +90,7 @@ def test_what_later_calls_need_is_planned_within_the_same_limit(
 ) -> None:
     left: list[float] = []
 
-    def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> PlanResult:
+    def spent(trace: Trace, machine: Machine, log: Log, seconds: float, interruptible: bool) -> PlanResult:
         left.append(seconds)
         time.sleep(0.3)
         return make_plan(trace, machine, log=log, seconds=seconds)
@@ -108,7 +108,7 @@ def test_a_budget_is_not_refused_for_want_of_time_unless_a_limit_was_given(
 ) -> None:
     given: list[float] = []
 
-    def late(trace: Trace, machine: Machine, log: Log, seconds: float) -> PlanResult:
+    def late(trace: Trace, machine: Machine, log: Log, seconds: float, interruptible: bool) -> PlanResult:
         given.append(seconds)
         if seconds < 1.0:
             raise BudgetError("none fits", machine.budget, machine.budget + 1, timed_out=True)

@@ -222,6 +222,9 @@ decided
 what    op         where             bytes    time  why
 stream  state      AdamW            8.0 MB  0.0 ms  offloaded to disk
 stream  parameter  layers.0.weight  4.0 MB  0.4 ms  offloaded to disk
+
+what would help, by forecast
+  spill_dir= on a disk twice as fast: 4.9 ms, +4.2%
 """,
     )
 

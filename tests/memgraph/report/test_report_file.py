@@ -45,6 +45,14 @@ def test_what_is_written_prints_the_same_when_it_is_read(facts: dict[str, Any]) 
     assert read.to_json() == report.to_json()
 
 
+def test_a_plan_of_an_interrupted_search_says_so_also_from_a_file() -> None:
+    report = planned()
+    cut = replace(report, choice=replace(report.choice, interrupted=True))
+    assert "planning was interrupted" not in str(report)
+    for told in (cut, memgraph.Report.from_json(cut.to_json())):
+        assert "planning was interrupted: this is the best plan until then" in str(told)
+
+
 def test_the_report_of_a_step_that_ran_is_read_without_its_model() -> None:
     room = memgraph.plan(net(), batch(), budget="1GB").peak
     model = memgraph.compile(net(), room - 50_000)

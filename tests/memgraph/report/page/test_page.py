@@ -95,5 +95,5 @@ def test_a_string_stands_in_the_table_once() -> None:
 
 
 def test_a_sweep_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"sweep is a str: give a memgraph\.Sweep, or the reports"):
+    with pytest.raises(TypeError, match=r"sweep is a list with a str; give what memgraph\.sweep returned"):
         page(long_report(3), sweep=["8GB"])  # type: ignore[list-item]

@@ -1,0 +1,110 @@
+"""A budget for the Trainer of Lightning.
+
+lightning.Trainer(callbacks=[memgraph.LightningBudget("24GB")]).fit(module, loader)
+
+->   forward of the LightningModule is planned under the budget; checkpoints, loops and logs are the plain ones
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..options.compile_options import Budget
+from ..report.report import Report
+from .budgeted_forward import BudgetedForward
+
+if find_spec("lightning") is not None:
+    from lightning.pytorch import Callback, LightningModule
+else:
+    from pytorch_lightning import Callback, LightningModule
+
+THEIRS = {"optimizer", "loss", "microbatches", "reduction", "fuse_update"}
+
+
+class LightningBudget(Callback):  # type: ignore[misc]
+    """Runs forward and backward of one module under a budget, in training, validation, test and prediction.
+
+    The module's forward is replaced in place while the trainer runs, so that precision, accumulation, clipping,
+    validation, checkpoints and resuming work as without it. States of the trainer's optimizer are counted if it is the
+    only one.
+    What `training_step` computes beside the module, as the loss, is not counted: give a module that returns the loss to
+    have it in the plan.
+
+    Args:
+        budget: bytes of the device for the whole step, as in `memgraph.compile`.
+        module: path of the module, as "model" for `self.model`; by default the LightningModule itself, or its only
+            child where it has no forward.
+        options: others of `memgraph.compile`, as `offload` or `time_limit`.
+
+    Raises:
+        TypeError: an option is given that is the trainer's.
+    """
+
+    def __init__(self, budget: Budget = None, module: str = "", **options: Any) -> None:
+        if theirs := THEIRS & options.keys():
+            raise TypeError(
+                f"{', '.join(sorted(theirs))}= is for memgraph.compile: the trainer has the optimizer, the loss and "
+                "accumulate_grad_batches, and runs backward in the closure of optimizer.step()"
+            )
+        self._budget, self._path, self._options = budget, module, options
+        self._module: nn.Module | None = None
+        self._forward: BudgetedForward | None = None
+
+    @property
+    def plan(self) -> Report | None:
+        """The report of the latest step; None before the first one."""
+        compiled = self._forward and self._forward.compiled
+        return compiled.plan if compiled else None
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Replace forward before a strategy wraps the module.
+
+        Raises:
+            ValueError: there is no such module, or none was named and it is not clear which.
+        """
+        if self._module is None:
+            self._module = module = _chosen(pl_module, self._path)
+            self._forward = BudgetedForward(module, self._budget, self._options)
+            module.forward = self._forward
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Count the optimizer that the trainer has made, or has restored."""
+        optimizers = trainer.optimizers
+        if self._forward is not None and len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer):
+            self._forward.count(optimizers[0])
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Drop the gradients of the step before: Lightning does so between forward and backward only."""
+        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Give the module its own forward again; the plan stays readable."""
+        if self._module is not None:
+            del self._module.forward
+            self._module = None
+
+
+def _chosen(pl_module: nn.Module, path: str) -> nn.Module:
+    if path:
+        try:
+            return pl_module.get_submodule(path)
+        except AttributeError as error:
+            raise ValueError(f"module={path!r} is no submodule ({error}); {_children(pl_module)}") from error
+    if type(pl_module).forward is not LightningModule.forward and type(pl_module).forward is not nn.Module.forward:
+        return pl_module
+    trained = [child for child in pl_module.children() if any(True for _ in child.parameters())]
+    if len(trained) != 1:
+        found = f"{type(pl_module).__name__} has no forward and {len(trained)} children with parameters"
+        raise ValueError(f"{found}; {_children(pl_module)}")
+    return trained[0]
+
+
+def _children(pl_module: nn.Module) -> str:
+    names = ", ".join(name for name, _ in pl_module.named_children())
+    return f'name the module that training_step calls, as LightningBudget("8GB", module="model"); there are: {names}'
