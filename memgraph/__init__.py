@@ -17,6 +17,7 @@ from .system.first_line import print_first_line
 from .system.garbage import paused_collector
 
 if TYPE_CHECKING:
+    from .integrations.activation_solver import ActivationSolver as ActivationSolver
     from .integrations.lightning_budget import LightningBudget as LightningBudget
     from .integrations.trainer import MemoryBudget
 
@@ -98,7 +99,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers or Lightning when it is asked for; `__all__` has no name that needs Lightning."""
+    """Import what needs transformers, Lightning or Inductor when it is asked for."""
     if name == "MemoryBudget":
         from .integrations.trainer import MemoryBudget
 
@@ -107,4 +108,8 @@ def __getattr__(name: str) -> Any:
         from .integrations.lightning_budget import LightningBudget
 
         return LightningBudget
+    if name == "ActivationSolver":
+        from .integrations.activation_solver import ActivationSolver
+
+        return ActivationSolver
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,7 @@
-"""Callbacks of other libraries: `MemoryBudget` for the Trainer of transformers, `LightningBudget` for Lightning's."""
+"""Parts for other libraries.
+
+trainer             MemoryBudget, a callback of transformers' Trainer
+lightning_budget    LightningBudget, a callback of Lightning's
+budgeted_forward    what both do to a module
+activation_solver   ActivationSolver, for what torch.compile saves for backward
+"""
