@@ -45,7 +45,11 @@ def in_blocks(captured: Captured, request: BlockRequest) -> Captured:
     if not request.is_made:
         return captured
     weights = weights_by_name(captured)
-    sizes = _saved(weights, request.saved) if request.saved else _chosen(weights, request)
+    sizes = (
+        _saved(weights, request.saved)
+        if request.saved
+        else _chosen(weights, request, _largest_whole(captured, weights))
+    )
     if not sizes:
         return captured
     blocks = {name: rows_of_blocks(weights[name].rows, size) for name, size in sizes.items()}
@@ -63,11 +67,20 @@ def _can_cut(weight: Weight | None, size: int) -> bool:
     return weight is not None and 0 < size < weight.rows and size * weight.row_nbytes % PAGE == 0
 
 
-def _chosen(weights: Mapping[str, Weight], request: BlockRequest) -> dict[str, int]:
+def _largest_whole(captured: Captured, weights: Mapping[str, Weight]) -> int:
+    """Return the bytes of the largest parameter that can't be cut."""
+    cut = {weight.node for weight in weights.values()}
+    inputs = captured.graph.graph.find_nodes(op="placeholder")
+    return max(
+        (node.meta["val"].nbytes for node in inputs if node.meta["kind"] == "parameter" and node not in cut), default=0
+    )
+
+
+def _chosen(weights: Mapping[str, Weight], request: BlockRequest, whole: int) -> dict[str, int]:
     """Return the rows of a block for each weight that is cut: the most whose bits are those of the whole."""
     large = {name: each.value.nbytes for name, each in weights.items() if each.value.nbytes > SMALLEST_STREAMED}
     chosen = {}
-    for name, most in block_nbytes(large, request.level).items():
+    for name, most in block_nbytes(large, request.level, whole).items():
         weight = weights[name]
         sizes = block_sizes(weight.rows, weight.row_nbytes, most, PAGE)
         equal = (size for size in sizes if has_equal_bits(weight, size))

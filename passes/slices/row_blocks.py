@@ -20,16 +20,17 @@ FINER = 4
 UNITS = (1536, 768, 384, 192)
 
 
-def block_nbytes(weights: Mapping[str, int], level: int) -> dict[str, int]:
-    """Return the most bytes of a block for each weight that is cut; `weights` are the bytes of each.
+def block_nbytes(weights: Mapping[str, int], level: int, whole: int = 0) -> dict[str, int]:
+    """Return the most bytes of a block for each weight that is cut; `weights` are the bytes of each that can be.
 
-    Level 0 cuts none.
+    Level 0 cuts none. What is smaller than `whole`, the largest parameter that can't be cut, stays whole too: that one
+    has to be there in any case.
     """
     largest = max(weights.values(), default=0)
     return {
         name: 2 * largest // FINER ** (level + 1)
         for name, nbytes in weights.items()
-        if level and nbytes * FINER**level > largest
+        if level and nbytes * FINER**level > largest and nbytes > whole
     }
 
 

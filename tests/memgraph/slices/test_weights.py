@@ -151,6 +151,11 @@ def test_what_rounds_is_cut_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> N
     assert cut.rounded_blocks == set(cut.blocks) == {"token.weight", "head.weight"}
 
 
+def test_weights_smaller_than_one_that_stays_whole_are_not_cut() -> None:
+    assert in_blocks(step(Scaled(), *words())[0], BlockRequest(2)).blocks == {}
+    assert in_blocks(step(Words(tied=True), *words())[0], BlockRequest(1)).blocks == {}
+
+
 def test_a_saved_plan_has_its_blocks_if_the_step_has_its_weights() -> None:
     captured, _ = step(Words(), *words())
     assert in_blocks(captured, BlockRequest(saved=({"head.weight": 192},))).blocks == {

@@ -23,6 +23,11 @@ def test_level_2_cuts_more_and_finer() -> None:
     assert block_nbytes(WEIGHTS, 2) == dict.fromkeys(("head", "qkv", "mlp"), 10 * MB // 4)
 
 
+def test_nothing_smaller_than_what_stays_whole_is_cut() -> None:
+    assert block_nbytes(WEIGHTS, 2, whole=48 * MB) == {"head": 10 * MB // 4}
+    assert block_nbytes(WEIGHTS, 2, whole=100 * MB) == {}
+
+
 def test_there_may_be_no_weights() -> None:
     assert all(block_nbytes({}, level) == {} for level in range(LEVELS + 1))
 
