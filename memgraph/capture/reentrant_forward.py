@@ -44,7 +44,7 @@ def overwritten_buffers(captured: Captured) -> dict[fx.Node, Input]:
     """Return the placeholders that forward changes, with their roles."""
     graph = captured.graph.graph
     changed = changed_storages(graph)
-    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.graph_inputs, strict=True)
     return {node: role for node, role in inputs if not changed.isdisjoint(storages(node))}
 
 

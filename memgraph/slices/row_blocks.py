@@ -56,7 +56,7 @@ class _Writer:
     """
 
     def __init__(self, graph: fx.Graph, blocks: Blocks) -> None:
-        self.mode, self.new = fake_mode(graph), fx.Graph()
+        self.mode, self.new, self.count = fake_mode(graph), fx.Graph(), 0
         self.env: dict[fx.Node, fx.Node] = {}
         self.parts: dict[fx.Node, list[fx.Node]] = {}
         self.weights = {weight.node: rows for weight, rows in blocks.items()}
@@ -150,7 +150,8 @@ class _Writer:
         return new
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.new.call_function(target, args, kwargs)
+        self.count += 1  # names of torch's own might be those of ops to come
+        new = self.new.create_node("call_function", target, args, kwargs, f"{node.name}__part_{self.count}")
         new.meta = {name: fact for name, fact in node.meta.items() if name in ("phase", "where")}
         new.meta["val"] = fake_result(new, self.mode)
         return new

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import memgraph
 from memgraph.planning import planner
@@ -115,6 +116,43 @@ def test_a_hook_keeps_its_gradient_whole() -> None:
 def test_a_tied_weight_is_left_whole() -> None:
     make = partial(Words, tied=True)
     assert least(make) == least(make, blocks=False)
+
+
+class WithLogits(Words):
+    def forward(self, now: Tensor, then: Tensor) -> Any:
+        logits = self.head(F.gelu(self.layer(self.token(now))))
+        return F.cross_entropy(logits, then), logits
+
+
+def test_a_loss_may_come_with_logits() -> None:
+    def first(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss, _ = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def of_logits(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        _, logits = model(*batch)
+        logits.square().mean().backward()
+        return logits.detach()
+
+    pair = Pair(WithLogits, least(WithLogits))
+    pair.train(first)
+    theirs, ours = (of_logits(*each, *words(9)) for each in ((pair.plain, pair.theirs), (pair.model, pair.ours)))
+    assert torch.equal(theirs, ours)
+    assert same(facts(pair.module), facts(pair.plain))
+
+
+def test_a_weight_that_a_lookup_changes_is_left_whole() -> None:
+    def make() -> Words:
+        model = Words()
+        model.token.max_norm = 1.0
+        return model
+
+    assert least(make) > WORDS * 1024
+    Pair(make, least(make)).step(train)
 
 
 def test_where_whole_weights_fit_they_are_whole() -> None:
