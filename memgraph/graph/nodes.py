@@ -50,6 +50,17 @@ def is_sum(node: fx.Node) -> bool:
     return node.target is aten.add.Tensor and len(node.all_input_nodes) == len(node.args) == 2 and not node.kwargs
 
 
+def named_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """Add an input of this very name.
+
+    `Graph.placeholder` names the node of an input `a.B` `a_b`. Its code then has two variables for one value, and
+    frees the second one alone.
+    """
+    node = graph.create_node("placeholder", name, (), {}, name=name)
+    node.target = node.name
+    return node
+
+
 def returned_values(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ from passes.ir.liveness import RELEASED
 
 from ..tensors.traced_number import FloatArgument, NumberNode
 from .aten_shims import COPY_WITH_STRIDES
-from .nodes import all_storages, is_sum, returned_values, storages, written_inputs
+from .nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
 from .ops import accumulate
 from .summarize import PURE_WHEN_RERUN
 
@@ -103,7 +103,7 @@ def _module(
 
     def add_inputs(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            env[node] = part.placeholder(node.name)
+            env[node] = named_placeholder(part, node.name)
             env[node].meta = dict(node.meta)
 
     add_inputs(inputs)

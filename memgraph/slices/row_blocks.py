@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from passes.slices.row_blocks import Rows
 
 from ..graph.captured import Captured
-from ..graph.nodes import aten, fake_result
+from ..graph.nodes import aten, fake_result, named_placeholder
 from ..graph.rewrite import fake_mode
 from .slice_ops import INDICES_WITHIN, LOOK_UP
 from .weights import LOOKUP, LOOKUP_GRADIENT, Weight
@@ -80,7 +80,7 @@ class _Writer:
 
     def _input(self, weight: fx.Node, k: int, rows: Rows) -> fx.Node:
         whole: Tensor = weight.meta["val"]
-        node = self.new.placeholder(f"{weight.name}__rows_{k}")
+        node = named_placeholder(self.new, f"{weight.name}__rows_{k}")
         with self.mode:
             value = torch.empty(rows[1] - rows[0], whole.shape[1], dtype=whole.dtype, device=whole.device)
         node.meta = {**weight.meta, "val": value}

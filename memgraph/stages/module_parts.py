@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.nodes import returned_values
+from ..graph.nodes import named_placeholder, returned_values
 
 Run = Callable[[fx.GraphModule, list[Any]], Iterable[Any]]
 
@@ -62,7 +62,7 @@ def _part(module: fx.GraphModule, nodes: Sequence[fx.Node], later: set[fx.Node])
     graph.set_codegen(type(module.graph._codegen)())
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in own)
     inputs = [node for node in read if node.op != "get_attr"]
-    env = {node: graph.placeholder(node.name) for node in inputs}
+    env = {node: named_placeholder(graph, node.name) for node in inputs}
     for node in (*(source for source in read if source.op == "get_attr"), *nodes):
         env[node] = graph.node_copy(node, env.__getitem__)
     outputs = [node for node in nodes if node in later]
