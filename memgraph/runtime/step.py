@@ -170,7 +170,8 @@ class Step:
         run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
         adds = self.parts.roles.adds and any(op.fn == ACCUMULATE for op in trace.ops)
-        gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
+        # Autograd sums the gradients of several forwards on the device, those that a plan offloads as well.
+        gradients = pending_gradient_nbytes(self.report.choice.captured.trace) * (2 if adds else 1)
         together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -203,6 +204,19 @@ def test_gradients_can_be_asked_for() -> None:
         torch.autograd.grad(model(*words()), w)[0] for model, w in zip((pair.plain, pair.model), weights, strict=True)
     )
     assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_two_forwards_are_warned_of() -> None:
+    pair = Pair()
+    pair.train()
+    for model in (pair.plain, pair.module):
+        model.zero_grad()
+    with pytest.warns(RuntimeWarning, match="2 forwards are open at once, and may take") as warned:
+        (pair.model(*words(1)) + pair.model(*words(2))).backward()
+    (pair.plain(*words(1)) + pair.plain(*words(2))).backward()
+    assert same(facts(pair.module), facts(pair.plain))
+    together = max(int(n) for each in warned for n in re.findall(r"may take (\d+) bytes together", str(each.message)))
+    assert together > 2 * WORDS * 1024  # both large gradients, whole
 
 
 def test_evaluation_equals_eager() -> None:
