@@ -112,7 +112,7 @@ class OffloadedSlots:
         self.placement, self.states, self.blocks = placement, states, step.blocks
         self.placed: PlacementKey | None = None
         self.slots = {number: (slot.key, slot) for number, slot in enumerate(slots) if slot.key}
-        roles = [role for role in step.outputs if role.kind != "output"]
+        roles = [role for role in step.outputs if role.kind not in ("output", "shard")]
         layouts = block_layouts(step)
         self.fakes = {key: slot.fake if slot.rows is None else layouts[key[1]] for key, slot in self.slots.values()}
         # A gradient in blocks is on the tier whatever a plan says of them: no memory of the device could join them.

@@ -22,6 +22,7 @@ from .user_warning import warn_user
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # `make versions` runs the core tests on each
 
 NAMES: Mapping[str, str] = {
+    "torch._assert_async": "an index out of range ends a step on a GPU, without a wait of the host",
     # Tracing
     "torch._subclasses.FakeTensor": "the class of a trace's tensors",
     "torch._subclasses.FakeTensorMode": "traces run on fake tensors",
@@ -126,6 +127,8 @@ CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
 
 LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules take long to import
     "torch._inductor.standalone_compile": "compiles a part of a graph",
+    "torch._inductor.custom_graph_pass.CustomKnapsackSolver": "the class of solvers that torch.compile takes",
+    "torch._functorch.partitioners.estimate_runtime": "the flops of an op whose sizes are symbols, as torch counts them",
 }
 
 # Attributes of classes, or of their instances in `_samples`.
