@@ -160,7 +160,8 @@ class OffloadedSlots:
             if sink is None or (self.placement.is_referenced(name) if gradient is None else not adds):
                 fakes[name] = self.fakes[GRADIENT, name]
         new = self.placement.new_buffers(fakes) if fakes else {}
-        slices = {name: buffer_slice_of(gradient) for name, gradient in (self.placement.gradients | new).items()}
+        gradients = self.placement.gradients | new
+        slices = {name: buffer_slice_of(gradients[name]) for kind, name in self.fakes if kind == GRADIENT}
         of_slots = {
             number: slot.slice_of(whole)
             for number, ((kind, name), slot) in self.slots.items()

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from passes.slices.row_blocks import Rows, rows_of_blocks
 
-from ..graph.nodes import tensors
+from ..graph.nodes import named_placeholder, tensors
 from ..profile.memory_meter import resident_bytes
 from ..profile.op_profiler import op_key
 from ..system.device import unused_nbytes
@@ -59,7 +59,7 @@ def _alone(op: fx.Node, weight: Weight) -> tuple[fx.Graph, Weight]:
     """Return a graph of this op alone, and the weight in it."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in dict.fromkeys((weight.node, *(each for each in op.all_input_nodes if each not in weight.views))):
-        env[node] = graph.placeholder(node.name)
+        env[node] = named_placeholder(graph, node.name)
         env[node].meta = {"val": node.meta["val"], "kind": "input"}
     for node in (*(view for view in weight.views if view in op.all_input_nodes), op):
         env[node] = graph.node_copy(node, env.__getitem__)
