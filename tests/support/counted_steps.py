@@ -11,15 +11,18 @@ import argparse
 import gc
 import json
 import logging
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
 import memgraph
 from memgraph.profile.memory_meter import resident_bytes
-from tests.support.allocator_meter import Allocator
+from tests.support.allocator_meter import Allocator, preloaded
 from tests.support.promise import eager_peak_of, tensors_of_batch
 from tests.support.zoo import BESIDE, CASES, Case, fresh
 
@@ -92,6 +95,14 @@ def counted(
             optimizer.step()
             optimizer.state.clear()
         optimizer.zero_grad()
+
+
+def rows_of_child(module: str, names: Iterable[str], folder: Path) -> list[Counted]:
+    """Return the steps that a child process has counted; the second meter's library is built in `folder`."""
+    command = [sys.executable, "-m", module, *names]
+    ended = subprocess.run(command, env=preloaded(folder), capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [Counted(**json.loads(line)) for line in ended.stdout.splitlines()]
 
 
 def after_planning(call: Callable[[], None]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.allocator_meter import compiler, preloaded
+from tests.support.allocator_meter import compiler
 from tests.support.counted_slices import STEPS
-from tests.support.counted_steps import Counted
+from tests.support.counted_steps import rows_of_child
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or compiler() is None, reason="the second meter is a library of C that stands before glibc"
@@ -20,10 +18,7 @@ MODELS = ("cross entropy:0.5", "z-loss:0.5", "shifted labels:0.5", "two heads:0.
 
 
 def test_every_step_in_slices_is_within_its_budget(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.counted_slices", *MODELS]
-    ended = subprocess.run(command, env=preloaded(tmp_path), capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    rows = [Counted(**json.loads(line)) for line in ended.stdout.splitlines()]
+    rows = rows_of_child("tests.support.counted_slices", MODELS, tmp_path)
     assert len(rows) == STEPS * len(MODELS)
     assert not [row for row in rows if not row.counted <= row.forecast <= row.budget]
     assert not [row for row in rows if row.measured is None or row.measured < row.counted]
