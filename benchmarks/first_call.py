@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import memgraph
+from benchmarks.clock import loop_text
 from benchmarks.phases import Phases
 from memgraph.capture import trace_call
 from memgraph.planning import assembly, later_step, planner, pricing, search, step_graph
@@ -113,7 +114,8 @@ def main(
     if alone:
         print(json.dumps(facts_of((names or [*CALLS])[0], budget)))
         return
-    table = Table("model", "budget", "ops", "CPU s", "wall s", title=f"torch {torch.__version__}, 1 thread", box=None)
+    title = f"torch {torch.__version__}, 1 thread; {loop_text()}"
+    table = Table("model", "budget", "ops", "CPU s", "wall s", title=title, box=None)
     for phase in (*(phase for phase, _, _ in PHASES), REST):
         table.add_column(phase, justify="right")
     for name in names or CALLS:

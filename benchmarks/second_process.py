@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.clock import loop_text
 from benchmarks.phases import Phases
 
 PHASES = {  # function that takes the time -> what it does; the rest counts for the function that calls it
@@ -45,7 +46,7 @@ def main(layers: int = 12, length: int = 128, share: Annotated[float, typer.Opti
         results = {name: _process(folder, layers, length, share) for name in ("first", "second")}
         results["second, opted out"] = _process(folder, layers, length, share, MEMGRAPH_CAPTURE_CACHE="0")
     names = list(dict.fromkeys(name for result in results.values() for name in result if name != "bits"))
-    table = Table("CPU seconds", *(f"{name} process" for name in results), box=None)
+    table = Table("CPU seconds", *(f"{name} process" for name in results), box=None, title=loop_text())
     for name in names:
         table.add_row(name, *(f"{result.get(name, 0.0):.2f}" for result in results.values()))
     console = Console(width=120)
