@@ -33,7 +33,8 @@ Search = Callable[[Trace, Machine], PlanResult]
 LIMITS = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)  # shares of what an open forward holds besides inputs and outputs
 TIGHT = (0.0, 0.15, 0.35)  # limits that are tried for the smallest budget
 ATTEMPTS = 3  # under one limit, each with a smaller budget for the step
-ROUNDS = 7  # of the bisection for the smallest budget
+ROUNDS = 7  # of the bisection for the smallest plan
+FINE = 0.01  # of its bytes: where the bisection ends
 STAYS = ("parameter", "buffer", "state", "gradient")
 
 
@@ -45,13 +46,9 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
     """
     if _is_single(trace, count):
         return search(without_others(trace), machine)
-    result = fitting_forwards(trace, machine, count, search)
-    if result is None:
-        smallest = smallest_budget(trace, machine, count)
-        if smallest <= machine.budget:  # what the quick passes find there fits here too
-            result = fitting_forwards(trace, replace(machine, budget=smallest), count, None)
-            if result is not None:
-                return result
+    result = fitting_forwards(trace, machine, count, search) or smallest_plan(trace, machine, count)
+    smallest = result.forecast.peak
+    if smallest > machine.budget:
         raise BudgetError(
             f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {smallest}, with "
             f"{count} forwards open at once. Each holds what it has saved until its backward.\n"
@@ -100,20 +97,11 @@ def fitting_beside(
     return next(found, None)
 
 
-def smallest_budget(trace: Trace, machine: Machine, count: int) -> int:
-    """Return a budget for which the quick passes find a plan, by bisection."""
+def smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
+    """Return a plan that takes few bytes. It does not depend on the budget, so what it takes is one that works."""
     trace = without_others(trace)
-    yes = unplanned_nbytes(trace, machine, count)
-    no = min(proven_nbytes(trace, machine), yes) - 1
-    for _ in range(ROUNDS):
-        between = (no + yes) // 2
-        if between <= no:
-            break
-        if _fits(trace, replace(machine, budget=between), count):
-            yes = between
-        else:
-            no = between
-    return yes
+    machines = (machine, replace(machine, link=Link())) if machine.link.works else (machine,)
+    return min((_smallest_plan(trace, each, count) for each in machines), key=lambda each: each.forecast.peak)
 
 
 def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> PlanResult | None:
@@ -184,11 +172,6 @@ class _Limits:
     def plain(self) -> PlanResult:
         """Return the step without a plan."""
         return self.with_open_forwards(())
-
-    @property
-    def fits(self) -> bool:
-        """Return True if the quick passes find a plan under a tight limit."""
-        return any(True for limit in TIGHT for _ in self._plans(limit, _quick_plan))
 
     def best(self, search: Search | None, until: float) -> PlanResult | None:
         """Return the fastest plan of the quick passes under all limits, and of `search` under the best of these."""
@@ -265,16 +248,37 @@ def _is_single(trace: Trace, count: int) -> bool:
     return count < 2 or trace.boundary == len(trace.ops)
 
 
-def _fits(trace: Trace, machine: Machine, count: int) -> bool:
-    """Return True if the quick passes find a plan."""
-    for each in _with_useful_tier(trace, machine):
-        if not _is_single(trace, count):
-            if _Limits(trace, each, count).fits:
-                return True
+def _smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
+    """Return the plan of one forward with the lowest peak, or a better one for all that are open, by bisection."""
+    alone = _lowest(trace, machine)
+    if _is_single(trace, count):
+        return alone
+    limits = _Limits(trace, machine, count)
+    best = min(limits.plain, limits.with_open_forwards(alone.plan, alone), key=lambda each: each.forecast.peak)
+    no = min(proven_nbytes(trace, machine), best.forecast.peak) - 1
+    for _ in range(ROUNDS):
+        between = (no + best.forecast.peak) // 2
+        if best.forecast.peak - between <= FINE * best.forecast.peak:
+            break
+        tight = replace(limits, machine=replace(machine, budget=between))
+        found = next((plan for limit in TIGHT for plan in tight._plans(limit, _quick_plan)), None)
+        if found is None:
+            no = between
         else:
-            with suppress(BudgetError):
-                return bool(_quick_plan(trace, each))
-    return False
+            best = found
+    return best
+
+
+def _lowest(trace: Trace, machine: Machine) -> PlanResult:
+    """Return the plan of the quick passes with the lowest peak."""
+    budget = 1
+    for _ in range(ATTEMPTS):
+        try:
+            return _quick_plan(trace, replace(machine, budget=budget))
+        except BudgetError as error:
+            budget = error.smallest
+    forecast = predict(trace, machine)
+    return PlanResult((), forecast, forecast)
 
 
 def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:

@@ -41,8 +41,8 @@ class Cutter:
     updates: StageUpdates
     search: StageSearch
 
-    def cut(self) -> tuple[list[int], PipelineArguments | None]:
-        """Return the place at which each stage begins, and the schedule; or the smallest budget of each rank, and None.
+    def cut(self) -> tuple[list[int], PipelineArguments] | None:
+        """Return the place at which each stage begins, and the schedule; None if no plans are found.
 
         Raises:
             ValueError: there are more stages than places to cut, or `balance` has other places.
@@ -56,6 +56,11 @@ class Cutter:
         cutter, begins = fitting[0] if len(candidates) == 1 else min(fitting, key=lambda each: each[0]._us(each[1]))
         return begins, cutter.given
 
+    def nominal_cut(self) -> tuple[list[int], PipelineArguments]:
+        """Return the best cut without budgets for nominal prices, the same on all ranks and in each process."""
+        cutter = replace(self, given=self.given.candidates[0][-1], step=self.step.nominal)
+        return list(cutter._unlimited.begins), cutter.given
+
     def _first_fit(self, chain: Sequence[PipelineArguments]) -> tuple[Cutter, list[int]] | None:
         for given in chain:
             cutter = replace(self, given=given)
@@ -66,11 +71,11 @@ class Cutter:
     def _begins(self) -> list[int] | None:
         """Return the place at which each stage begins; None if no cut keeps the budgets."""
         if self.given.balance is None:
-            for share in room_shares(self.given.stages_per_rank):
+            for share in room_shares(self.given.stages_per_rank, self.search.until):
                 begins = self._best(share)
                 if begins is None:  # so there is none with smaller stages
                     break
-                if self.given.stages_per_rank == 1 or math.isfinite(self._us(begins, smallest=False)):
+                if self.given.stages_per_rank == 1 or math.isfinite(self._us(begins)):
                     return begins
         return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
 
@@ -88,20 +93,20 @@ class Cutter:
             return [stage.begin for stage in cut.stages]
         return None
 
-    def _searched(self) -> tuple[list[int], PipelineArguments | None]:
+    def _searched(self) -> tuple[list[int], PipelineArguments] | None:
         """Return the best cut without budgets, if each of its stages has a plan that takes a search to find."""
         cut, search = self._unlimited, replace(self.search, is_bounded=True)
         ranks = [self._rank(cut, rank) for rank in range(len(self.given.budgets))]
         shares = search.shares(len(ranks))
         if not search.is_late and all(rank.has_plans(share) for rank, share in zip(ranks, shares, strict=True)):
             return list(cut.begins), self.given
-        return [rank.smallest() for rank in ranks], None
+        return None
 
-    def _us(self, begins: Sequence[int], smallest: bool = True) -> float:
+    def _us(self, begins: Sequence[int]) -> float:
         """Return the forecast time of a mini-batch; infinite if a rank has no plans."""
         cut, times = StageCut(self.step, tuple(begins)), dict[int, StageTimes]()
         for rank in range(len(self.given.budgets)):
-            found = self._rank(cut, rank).fitting(smallest)
+            found = self._rank(cut, rank).fitting(self.search.until)
             if found is None:
                 return math.inf
             times.update((stage, plan.times) for stage, plan in found.plans.items())

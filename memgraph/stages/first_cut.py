@@ -12,6 +12,7 @@ from passes.stages.owned_cut import begins_by_owners
 
 from ..oss.comm.watchdog import CollectiveWatchdog
 from .arguments import PipelineArguments
+from .rank_stages import RankStages
 from .stage_budget import StageParameters
 from .stage_cut import StageCut
 from .whole_step import WholeStep
@@ -27,6 +28,7 @@ class FirstCut:
         given: the arguments, with the schedule that was chosen.
         updates_nbytes: bytes that the optimizer's states and its update would take for all parameters.
         replicas: the ranks that have the same stages in other pipelines, if they are known.
+        stages: of this rank in the first call, where no forward waits for the gradients of parameters.
     """
 
     cut: StageCut
@@ -35,6 +37,7 @@ class FirstCut:
     given: PipelineArguments
     updates_nbytes: int
     replicas: CollectiveWatchdog | None = None
+    stages: RankStages | None = None
 
     def kept(self, rank: int, ranks: int) -> frozenset[str]:
         """Return the names of the parameters and buffers of a rank."""

@@ -101,10 +101,3 @@ class KeptPlans:
     @property
     def latest(self) -> MiniBatchPlan:
         return self._plans[next(reversed(self._plans))]
-
-
-def largest_peak(forwards: int, stages: Sequence[PlannedStage]) -> int:
-    """Return the bytes of a stage if so many forwards of any of these may be open at once."""
-    others = forwards - 1
-    alone = max(stage.plan.peak - others * stage.plan.nbytes.open for stage in stages)
-    return alone + others * max(stage.plan.nbytes.open for stage in stages)

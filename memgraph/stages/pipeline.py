@@ -333,11 +333,11 @@ class Pipeline:
         versions = give_memory(self.module)
         if first is not None:
             try:
-                return plans.plan(args, kwargs, first, None)[1]
+                return plans.later(args, kwargs, first)
             finally:
                 release_others(self.module, self._kept)
         self._versions |= versions
-        self._first, planned = plans.plan(args, kwargs, None, StageUpdates(self.module, self._make))
+        self._first, planned = plans.first(args, kwargs, StageUpdates(self.module, self._make))
         release_others(self.module, self._kept)
         if self._first.replicas is not None:
             gc.collect()  # a sharded optimizer of all parameters has views of them, and refers to itself

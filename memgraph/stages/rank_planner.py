@@ -6,7 +6,9 @@ budget 100, stage 0 keeps 20 and stage 2 keeps 10    ->    70 are left. Each may
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +21,6 @@ from .stage_planner import StagePlanner
 from .stage_search import StageSearch
 
 STEPS = 4  # from all of the room for each stage to an equal part of it
-ROUNDS = 3  # of the bisection between the smallest plans and all of the room
 
 
 class RankPlans(NamedTuple):
@@ -55,26 +56,26 @@ class RankPlanner:
             planners = {number: planner.without_update for number, planner in planners.items()}
         return cls(schedule, rank, budget, planners, update)
 
-    def fitting(self, smallest: bool = True) -> RankPlans | None:
-        """Return plans that fit together; None if none are found.
+    def fitting(self, until: float = math.inf) -> RankPlans | None:
+        """Return plans of the quick passes that fit together; None if none are found.
 
         Args:
-            smallest: False leaves out the search for the smallest plans, which takes longer.
+            until: when shares of the room are left out, as `time.monotonic` has it.
         """
-        for share in room_shares(len(self.planners)):
-            budgets = self._of_room(share)
+        for share in room_shares(len(self.planners), until):
+            budgets = self.of_room(share)
             plans = self._within(budgets)
             if plans is None:  # so none is found within less
-                break
+                return None
             if self.peak({number: plan.nbytes for number, plan in plans.items()}) <= self.budget:
                 return RankPlans(plans, budgets)
-        return self._above_smallest if smallest and len(self.planners) > 1 else None
+        return None
 
     def has_plans(self, search: StageSearch) -> bool:
         """Return True if a search finds a plan of each stage in its part of the room."""
         budgets, shares = self.equal_parts(), search.shares(len(self.planners))
         return all(
-            replace(planner, search=share).within(budgets[number]).choose() is not None
+            replace(planner, search=share).within(budgets[number]).plan() is not None
             for (number, planner), share in zip(self.planners.items(), shares, strict=True)
         )
 
@@ -82,66 +83,39 @@ class RankPlanner:
         """Return the forecast bytes of the rank."""
         return max(rank_peak(self.schedule.moments(self.rank), stages), self.update)
 
-    def smallest(self) -> int:
-        """Return a small budget of the rank for which the quick passes find plans."""
-        plans, budgets = self._smallest
-        if len(plans) == 1:
-            return budgets[self.rank]
-        return self.peak({number: plan.nbytes for number, plan in plans.items()})
-
     def equal_parts(self) -> dict[int, int]:
         """Return budgets of the stages that fit together whatever the plans are."""
-        return self._of_room(1 / len(self.planners))
+        return self.of_room(1 / len(self.planners))
 
-    def _within(self, budgets: Mapping[int, int]) -> dict[int, StagePlan] | None:
-        plans: dict[int, StagePlan] = {}
-        for number, planner in self.planners.items():
-            plan = planner.within(budgets[number]).choose()
-            if plan is None:
-                return None
-            plans[number] = plan
-        return plans
-
-    def _of_room(self, share: float) -> dict[int, int]:
+    def of_room(self, share: float) -> dict[int, int]:
         """Return budgets with which each stage takes at most this share of what the stages do not keep."""
         if len(self.planners) == 1:
             return dict.fromkeys(self.planners, self.budget)
         room = self.budget - sum(self._kept.values())
         return {number: kept + int(share * room) for number, kept in self._kept.items()}
 
+    def _within(self, budgets: Mapping[int, int]) -> dict[int, StagePlan] | None:
+        plans: dict[int, StagePlan] = {}
+        for number, planner in self.planners.items():
+            plan = planner.within(budgets[number]).plan()
+            if plan is None:
+                return None
+            plans[number] = plan
+        return plans
+
     @cached_property
     def _kept(self) -> dict[int, int]:
         """The bytes that each stage keeps between its runs, whatever its plan is."""
         return {number: planner.plain.nbytes.kept for number, planner in self.planners.items()}
 
-    @cached_property
-    def _smallest(self) -> RankPlans:
-        quick = replace(self, planners={number: replace(each, search=None) for number, each in self.planners.items()})
-        budgets = {number: planner.smallest() for number, planner in quick.planners.items()}
-        plans = quick._within(budgets)
-        assert plans is not None, "the smallest budget of a stage has a plan"
-        return RankPlans(plans, budgets)
 
-    @cached_property
-    def _above_smallest(self) -> RankPlans | None:
-        """Plans between the smallest ones and those that may take all of the room."""
-        if self.smallest() > self.budget:
-            return None
-        best, low, high, top = self._smallest, 0.0, 1.0, self._of_room(1.0)
-        for _ in range(ROUNDS):
-            share = (low + high) / 2
-            budgets = {
-                number: least + int(share * max(0, top[number] - least))
-                for number, least in self._smallest.budgets.items()
-            }
-            plans = self._within(budgets)
-            if plans is not None and self.peak({n: plan.nbytes for n, plan in plans.items()}) <= self.budget:
-                best, low = RankPlans(plans, budgets), share
-            else:
-                high = share
-        return best
+def room_shares(stages: int, until: float = math.inf) -> Iterator[float]:
+    """Yield the shares of a rank's room that each of its stages may take, in the order in which they are tried.
 
-
-def room_shares(stages: int) -> list[float]:
-    """Return the shares of a rank's room that each of its stages may take, in the order in which they are tried."""
-    return [stages ** (-i / STEPS) for i in range(STEPS + 1)] if stages > 1 else [1.0]
+    Args:
+        until: when those between the first and the last are left out: plans within the last one fit together.
+    """
+    shares = [stages ** (-i / STEPS) for i in range(STEPS + 1)] if stages > 1 else [1.0]
+    for i, share in enumerate(shares):
+        if i in (0, len(shares) - 1) or time.monotonic() < until:
+            yield share

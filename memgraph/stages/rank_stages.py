@@ -1,88 +1,138 @@
-"""The stages of a rank, ready to run, for each kind of its micro-batches.
+"""The plans of a rank's stages, for each kind of its micro-batches.
 
 stage 0 for 2 rows, and for 1 row; stage 2 for both    ->    plans that fit beside each other
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.rank_bytes import StageBytes
 
-from ..errors import BudgetError
-from .mini_batch_plan import largest_peak
-from .planned_stage import PlannedStage
+from .planned_stage import PlannedStage, StagePlan
 from .rank_planner import RankPlanner
 from .stage_planner import StagePlanner
 from .stage_search import StageSearch
 
 Kind = tuple[tuple[torch.Size, ...], str]  # of a micro-batch: its shapes, and how it is planned
 Planners = Mapping[int, Mapping[Kind, StagePlanner]]  # by the numbers of stages
-Stages = dict[int, dict[Kind, PlannedStage]]
+KindPlans = Mapping[Kind, StagePlan]
+Plans = Mapping[int, KindPlans]
+ROUNDS = 3  # of the bisection between the smallest plans and all of the room
 
 
-def rank_stages(
-    schedule: PipelineSchedule, number: int, budget: int, planners: Planners, search: StageSearch
-) -> tuple[Stages, int]:
-    """Return the stages of the rank with this number, and its forecast bytes.
+@dataclass(frozen=True, eq=False)
+class RankStages:
+    """The stages of the rank with this number."""
 
-    Raises:
-        BudgetError: they don't fit; `smallest` is that of the rank.
-    """
-    if len(planners) == 1:
-        ((stage, by_kind),) = planners.items()
-        stages = _planned_together(by_kind, search)
-        return {stage: stages}, _stage_peak(by_kind, stages)
-    usual = {stage: next(iter(by_kind.values())) for stage, by_kind in planners.items()}
-    rank = RankPlanner.of(schedule, number, budget, usual)
-    fit, peaks = rank.fitting(), []
-    tries = [(rank.equal_parts(), search)] if fit is None else [(fit.budgets, search), (fit.budgets, None)]
-    for budgets, each in tries:  # a longer search may find plans that hold more, and do not fit together
-        try:
-            found = _within(planners, budgets, each)
-        except BudgetError:
-            continue
-        peaks.append(rank.peak({number: _largest(by_kind) for number, by_kind in found.items()}))
-        if peaks[-1] <= budget:
-            return found, peaks[-1]
-    needed = max(rank.smallest(), *peaks[-1:], budget + 1)
-    raise BudgetError(f"rank {number} needs {needed} bytes, and {budget} are allowed", budget, needed)
+    schedule: PipelineSchedule
+    number: int
+    budget: int
+    planners: Planners
+
+    def searched(self, search: StageSearch) -> Plans | None:
+        """Return plans within the budget; None if none are found."""
+        if len(self.planners) == 1:
+            tries: list[tuple[Mapping[int, int], StageSearch | None]] = [(self._rank.equal_parts(), search)]
+        else:
+            fit, equal = self._rank.fitting(search.until), self._rank.equal_parts()
+            # A longer search may find plans that hold more, and do not fit together.
+            tries = [(equal, search)] if fit is None else [(fit.budgets, search), (fit.budgets, None)]
+        found = (self._within(budgets, each) for budgets, each in tries)
+        return next((plans for plans in found if plans is not None and self.peak(plans) <= self.budget), None)
+
+    @cached_property
+    def smallest(self) -> Plans:
+        """Plans of the quick passes that take few bytes. They follow from no budget and no measured time, so that every
+        process finds them, and what they take can be named as a budget."""
+        plans: dict[int, dict[Kind, StagePlan]] = {}
+        for number, by_kind in self._own.items():
+            nominal: dict[Kind, StagePlan] = {}
+            for kind, planner in by_kind.items():
+                nominal[kind] = planner.nominal.smallest(next(iter(nominal.values()), None))
+            plans[number] = {kind: by_kind[kind].as_measured(plan) for kind, plan in nominal.items()}
+        return plans
+
+    def above_smallest(self, search: StageSearch) -> Plans:
+        """Return plans between the smallest ones, which fit, and those that may take all of the room."""
+        best, top, low, high = self.smallest, self._rank.of_room(1.0), 0.0, 1.0
+        forwards = self.schedule.open_forwards
+        least = {number: _stage_peak(forwards(number), by_kind.values()) for number, by_kind in best.items()}
+        for _ in range(ROUNDS if len(self.planners) > 1 else 0):
+            if search.is_late:
+                break
+            share = (low + high) / 2
+            budgets = {number: nbytes + int(share * max(0, top[number] - nbytes)) for number, nbytes in least.items()}
+            plans = self._within(budgets, None)
+            if plans is not None and self.peak(plans) <= self.budget:
+                best, low = plans, share
+            else:
+                high = share
+        return best
+
+    def peak(self, plans: Plans) -> int:
+        """Return the forecast bytes of the rank."""
+        if len(plans) == 1:
+            ((number, by_kind),) = plans.items()
+            return _stage_peak(self.schedule.open_forwards(number), by_kind.values())
+        kinds = ((number, [plan.nbytes for plan in by_kind.values()]) for number, by_kind in plans.items())
+        return self._rank.peak({number: StageBytes.largest(every) for number, every in kinds})
+
+    def ready(self, plans: Plans) -> dict[int, dict[Kind, PlannedStage]]:
+        """Return the stages with these plans, ready to run."""
+        return {
+            number: {kind: self.planners[number][kind].ready(plan) for kind, plan in by_kind.items()}
+            for number, by_kind in plans.items()
+        }
+
+    @cached_property
+    def _rank(self) -> RankPlanner:
+        usual = {number: next(iter(by_kind.values())) for number, by_kind in self.planners.items()}
+        return RankPlanner.of(self.schedule, self.number, self.budget, usual)
+
+    @cached_property
+    def _own(self) -> Planners:
+        """The planners; the update of several stages counts for all of them at once."""
+        if len(self.planners) == 1:
+            return self.planners
+        return {
+            number: {kind: each.without_update for kind, each in by_kind.items()}
+            for number, by_kind in self.planners.items()
+        }
+
+    def _within(self, budgets: Mapping[int, int], search: StageSearch | None) -> Plans | None:
+        """Return plans of stages within budgets of their own; None if there is one without."""
+        shares = [None] * len(self._own) if search is None else search.shares(len(self._own))
+        plans: dict[int, KindPlans] = {}
+        for (number, by_kind), share in zip(self._own.items(), shares, strict=True):
+            found = _planned_together({kind: each.within(budgets[number]) for kind, each in by_kind.items()}, share)
+            if found is None:
+                return None
+            plans[number] = found
+        return plans
 
 
-def _within(planners: Planners, budgets: Mapping[int, int], search: StageSearch | None) -> Stages:
-    shares = [None] * len(planners) if search is None else search.shares(len(planners))
-    return {
-        number: _planned_together(
-            {kind: each.without_update.within(budgets[number]) for kind, each in by_kind.items()}, share
-        )
-        for (number, by_kind), share in zip(planners.items(), shares, strict=True)
-    }
-
-
-def _largest(by_kind: Mapping[Kind, PlannedStage]) -> StageBytes:
-    return StageBytes.largest([stage.plan.nbytes for stage in by_kind.values()])
-
-
-def _planned_together(planners: Mapping[Kind, StagePlanner], search: StageSearch | None) -> dict[Kind, PlannedStage]:
-    """Return stages whose forwards may be open at once.
-
-    Raises:
-        BudgetError: they don't fit together.
-    """
-    stages: dict[Kind, PlannedStage] = {}
+def _planned_together(planners: Mapping[Kind, StagePlanner], search: StageSearch | None) -> KindPlans | None:
+    """Return plans of a stage for all kinds, whose forwards may be open at once; None if they don't fit together."""
+    plans: dict[Kind, StagePlan] = {}
     shares = [None] * len(planners) if search is None else search.shares(len(planners))
     for (kind, planner), share in zip(planners.items(), shares, strict=True):
-        stages[kind] = replace(planner, search=share).plan(next(iter(stages.values()), None))
-    peak, budget = _stage_peak(planners, stages), next(iter(planners.values())).bytes_of.budget
-    if peak <= budget:
-        return stages
-    raise BudgetError(f"micro-batches of {len(stages)} kinds need {peak} bytes together", budget, peak)
+        plan = replace(planner, search=share).plan(next(iter(plans.values()), None))
+        if plan is None:
+            return None
+        plans[kind] = plan
+    first = next(iter(planners.values()))
+    peak = _stage_peak(first.schedule.open_forwards(first.number), plans.values())
+    return plans if peak <= first.bytes_of.budget else None
 
 
-def _stage_peak(planners: Mapping[Kind, StagePlanner], stages: Mapping[Kind, PlannedStage]) -> int:
-    planner = next(iter(planners.values()))
-    return largest_peak(planner.schedule.open_forwards(planner.number), list(stages.values()))
+def _stage_peak(forwards: int, plans: Collection[StagePlan]) -> int:
+    """Return the bytes of a stage if so many forwards of any of these may be open at once."""
+    others = forwards - 1
+    alone = max(plan.peak - others * plan.nbytes.open for plan in plans)
+    return alone + others * max(plan.nbytes.open for plan in plans)

@@ -76,17 +76,24 @@ class StageBudget:
         return cls(budget, others, resident + own + parameters.gradients + parameters.workspace)
 
 
-def budgets_error(budgets: Sequence[int], needed: Sequence[int], stages: int) -> BudgetError:
-    """Return the error of ranks that need more than these budgets."""
+def budgets_error(
+    budgets: Sequence[int], needed: Sequence[int], stages: int, begins: Sequence[int] | None = None
+) -> BudgetError:
+    """Return the error of ranks that need more than these budgets.
+
+    Args:
+        begins: where the stages begin, if another call has chosen that.
+    """
     k = max(range(len(budgets)), key=lambda k: needed[k] - budgets[k])
     which = (
         f"stage {k} needs"
         if stages == len(budgets)
         else f"stages {', '.join(map(str, range(stages)[k :: len(budgets)]))} need"
     )
+    where = "" if begins is None else f" to a new pipeline, with balance={[*begins]} for the same stages"
     return BudgetError(
         f"no plan keeps the budgets of {stages} stages: {which} {needed[k]} bytes, and {budgets[k]} "
-        f"are allowed; give budget={[*needed]}, or more chunks",
+        f"are allowed; give budget={[*needed]}{where}, or more chunks",
         budgets[k],
         needed[k],
     )

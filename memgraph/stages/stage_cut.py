@@ -28,6 +28,11 @@ class StageCut:
         return cls(step, tuple(stage.begin for stage in cut.stages))
 
     @cached_property
+    def nominal(self) -> StageCut:
+        """The same cut of the step with nominal prices."""
+        return StageCut(self.step.nominal, self.begins)
+
+    @cached_property
     def traces(self) -> tuple[Trace, ...]:
         ends = (*self.begins[1:], self.step.costs.borders[-1])
         return tuple(self.step.stage(begin, end) for begin, end in zip(self.begins, ends, strict=True))

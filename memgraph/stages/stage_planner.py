@@ -19,7 +19,7 @@ from passes.concurrent_forwards import (
     open_forward_nbytes,
     pending_gradient_nbytes,
     same_plan,
-    smallest_budget,
+    smallest_plan,
     with_plan,
 )
 from passes.schedule.copy_timing import has_copies
@@ -30,7 +30,6 @@ from passes.stages.rank_bytes import StageBytes
 from passes.stages.timeline import StageTimes
 from passes.stages.weights import first_weight_op, weight_ops, weights_last
 
-from ..errors import BudgetError
 from ..graph.accumulate_grads import accumulate_grads
 from ..graph.captured import Input, Output
 from ..graph.stage_graph import stage_graph
@@ -45,7 +44,6 @@ from .stage_search import StageSearch
 ROLES: dict[str, Literal["output", "input_gradient"]] = {"output": "output", "watched": "input_gradient"}
 KINDS = {"auto": ("auto", "auto"), "always": ("always", "always"), "except_last": ("always", "never")}
 ATTEMPTS = 3  # to make room for micro-batches that wait for the gradients of parameters
-LARGER = 1.05  # the next budget, while none is found that does
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +70,11 @@ class StagePlanner:
         return replace(self, bytes_of=replace(self.bytes_of, budget=budget))
 
     @property
+    def nominal(self) -> StagePlanner:
+        """Return the planner of the quick passes for nominal prices: its plans are the same in each process."""
+        return replace(self, cut=self.cut.nominal, search=None)
+
+    @property
     def without_update(self) -> StagePlanner:
         """Return the same planner, for a rank that counts the update of all its stages."""
         return replace(self, bytes_of=replace(self.bytes_of, update=0))
@@ -82,44 +85,42 @@ class StagePlanner:
         trace, fixed = self._priced(self._graph)
         return self._stage_plan(with_plan(trace, self._machine(1), self._forwards, ()), trace, fixed)[0]
 
-    def plan(self, beside: PlannedStage | None = None) -> PlannedStage:
-        """Return the stage, ready to run.
+    def plan(self, beside: StagePlan | None = None) -> StagePlan | None:
+        """Return the plan; None if none fits.
 
         Args:
-            beside: the stage for a larger micro-batch, whose forwards may be open as well: it has the same plan, if
-                the ops are the same.
-
-        Raises:
-            BudgetError: no plan fits; `smallest` is that of the stage.
+            beside: that of the stage for a larger micro-batch, whose forwards may be open as well: it is taken as it
+                is, if the ops are the same.
         """
-        graph = self._graph
-        plan = self._choose(graph, None if beside is None else beside.plan.choice)
-        if plan is None:
-            raise self._too_small
-        return PlannedStage.of(self.cut, self.number, graph, plan, self.spill_dir)
+        return self._choose(self._graph, None if beside is None else beside.choice)
+
+    def as_measured(self, plan: StagePlan) -> StagePlan:
+        """Return a plan that was made with nominal prices with its forecast for measured ones, of the same bytes."""
+        trace, fixed = self._priced(self._graph)
+        choice = same_plan(trace, self._machine(1), self._forwards, plan.choice)
+        assert choice is not None, "the ops are the same"
+        return self._stage_plan(choice, trace, fixed)[0]
+
+    def ready(self, plan: StagePlan) -> PlannedStage:
+        """Return the stage with this plan, ready to run."""
+        return PlannedStage.of(self.cut, self.number, self._graph, plan, self.spill_dir)
 
     def times(self) -> StageTimes:
         """Return the times of one micro-batch; infinite if no plan fits."""
-        plan = self.choose()
+        plan = self.plan()
         return StageTimes(float("inf"), float("inf")) if plan is None else plan.times
 
-    def choose(self) -> StagePlan | None:
-        """Return the plan; None if none fits."""
-        return self._choose(self._graph)
-
-    def smallest(self) -> int:
-        """Return a small budget for which the quick passes find a plan."""
-        graph, quick = self._graph, replace(self, search=None)
-        trace, fixed = self._priced(graph)
+    def smallest(self, beside: StagePlan | None = None) -> StagePlan:
+        """Return a plan of the quick passes that takes few bytes, whatever the budget is; `beside` as in `plan`."""
+        trace, fixed = self._priced(self._graph)
         machine, count = self._machine(1), self._forwards
-        if self.checkpoint == "auto":
-            least = max(smallest_budget(trace, machine, count) + fixed, self.bytes_of.update)
-        else:
-            choice = quick.within(1)._searched(trace, machine, None)
-            least = self._stage_plan(choice, trace, fixed)[0].peak if choice else 1
-        while quick.within(least)._choose(graph) is None:
-            least = int(least * LARGER) + 1
-        return least
+        if self.checkpoint != "auto":
+            choice = self._searched(trace, machine, None)
+        elif beside is None or (choice := same_plan(trace, machine, count, beside.choice)) is None:
+            choice = smallest_plan(trace, machine, count)
+            choice = self._recomputing_early(choice, replace(machine, budget=choice.forecast.peak))
+        assert choice is not None, "only a search may find no plan"
+        return self._stage_plan(choice, trace, fixed)[0]
 
     @property
     def _trace(self) -> Trace:
@@ -211,9 +212,13 @@ class StagePlanner:
             if found is None:
                 return None
             choice = found
+        return self._recomputing_early(choice, machine)
+
+    def _recomputing_early(self, choice: PlanResult, machine: Machine) -> PlanResult:
+        """Return the plan with recomputations before the gradient comes, as far as there is room."""
         if self.number == self.schedule.stages - 1 or has_copies(choice.plan):  # what it recomputes may be reloaded
             return choice
-        forecast = partial(with_plan, choice.captured.trace, machine, count)
+        forecast = partial(with_plan, choice.captured.trace, machine, self._forwards)
         return recompute_early(choice, machine.budget, forecast)
 
     def _stage_plan(self, choice: PlanResult, trace: Trace, fixed: int) -> tuple[StagePlan, int]:
@@ -239,11 +244,6 @@ class StagePlanner:
             if each.sender == self.number and each.receiver % ranks != each.sender % ranks:
                 us[each.receiver < each.sender] += self.cut.step.machine.network.us(each.nbytes)
         return us[0], us[1]
-
-    @property
-    def _too_small(self) -> BudgetError:
-        stage, allowed, least = f"stage {self.number} of {self.schedule.stages}", self.bytes_of.budget, self.smallest()
-        return BudgetError(f"{stage} needs {least} bytes, and {allowed} are allowed", allowed, least)
 
 
 def checkpoint_kinds(checkpoint: str) -> tuple[str, str]:

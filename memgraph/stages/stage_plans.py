@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
-from passes.stages.timeline import StageTimes
-
-from ..errors import AgreementError
-from ..oss.comm.rank_group import format_failures
-from ..profile.memory_meter import resident_bytes
-from .arguments import PipelineArguments, device_of_model
+from .arguments import PipelineArguments
 from .chunks import batch_nbytes
 from .cutter import Cutter
 from .first_cut import FirstCut
-from .mini_batch_plan import MiniBatchPlan, StagesByChunk
-from .rank_stages import Planners, Stages, rank_stages
+from .mini_batch_plan import MiniBatchPlan
+from .mini_batch_planner import NONE_FAILED, MiniBatchPlanner
 from .ranks.stage_group import PLANNING, StageGroup
-from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
-from .stage_planner import StagePlanner, checkpoint_kinds
 from .stage_search import CUT_SHARE, StageSearch
 from .state.stage_tensors import all_tensors
 from .state.stage_updates import StageUpdates
 from .step_capture import StepCapture, of_first_pipeline, random_nbytes
-from .whole_step import WholeStep
-
-Forecasts = tuple[tuple[int, ...], tuple[StageTimes, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,131 +36,83 @@ class StagePlans:
     group: StageGroup
     given: PipelineArguments
 
-    def plan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstCut | None, updates: StageUpdates | None
+    def first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates
     ) -> tuple[FirstCut, MiniBatchPlan]:
-        """Return the plans for mini-batches like this one, and the first cut.
+        """Return the best cut, and the plans for mini-batches like this one.
 
-        Args:
-            updates: of the first call, where there is no cut yet.
+        If the search ends without plans within the budgets, the cut and the plans are those that an error names.
 
         Raises:
             BudgetError: no plan fits the budget of some rank; on all ranks.
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
-        begin, batches = time.monotonic(), self.given.divided(args, kwargs)
-        examples = {batch.shapes: batch for batch in reversed(batches)}
-        shapes = list(dict.fromkeys(batch.shapes for batch in batches))
-        capture = self._capture(first, updates)
-        steps = capture.steps([examples[each] for each in shapes], updates.lines() if updates else ())
-        nbytes = batch_nbytes(args, kwargs) + random_nbytes(steps)
+        begin = time.monotonic()
+        with self.group.reporting(PLANNING):
+            nbytes = self._updates_nbytes(updates)
+        planner = self._planner(
+            StepCapture(self.module, self.group, self.given, nbytes, updates.replicas), args, kwargs, updates.lines()
+        )
         search = StageSearch.beginning(self.given.time_limit, begin)
-        if first is None:
-            assert updates is not None
-            first = self._first(steps[0], nbytes, updates, search.of_share(CUT_SHARE))
-        with self.group.reporting(PLANNING):
-            cuts = dict(zip(shapes, [first.follow(step) for step in steps], strict=True))
-        schedule, usual, last = self._schedule(len(batches), first), *checkpoint_kinds(self.given.checkpoint)
-        kinds = [(batch.shapes, usual if batch is not batches[-1] else last) for batch in batches]
-        planners = {
-            stage: {kind: self._planner(cuts[kind[0]], first, stage, nbytes, kind[1]) for kind in dict.fromkeys(kinds)}
-            for stage in schedule.stages_of(self.group.rank)
-        }
-        planned, peak = self._planned(schedule, planners, search)
-        stages = {stage: [by_kind[kind] for kind in kinds] for stage, by_kind in planned.items()}
-        trained = {name for cut in cuts.values() for name in cut.owners}
-        owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
-        return first, MiniBatchPlan(schedule, stages, owners, peak, *self._of_all(stages, peak))
+        cutter = Cutter(self.module, planner.steps[0], self.given, planner.nbytes, updates, search.of_share(CUT_SHARE))
+        cut = self._best_cut(cutter)
+        planned = planner.searched(cut, search) if cut is not None else None
+        if cut is None or planned is None:
+            cut = self._first_cut(cutter, *cutter.nominal_cut())
+            planned = planner.smallest(cut, search, is_later=False)
+        return replace(cut, stages=planner.stages(replace(cut, given=replace(cut.given, delay=0)))), planned
 
-    def _schedule(self, chunks: int, first: FirstCut) -> PipelineSchedule:
-        given = first.given
-        return (given if torch.is_grad_enabled() else replace(given, schedule=NO_GRADIENTS)).order(chunks)
+    def later(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstCut) -> MiniBatchPlan:
+        """Return the plans for mini-batches like this one in the first cut; raises as `first`."""
+        begin, known = time.monotonic(), (first.cut.step.loss_output, first.cut.step.machine)
+        capture = StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
+        planner = self._planner(capture, args, kwargs)
+        search = StageSearch.beginning(self.given.time_limit, begin)
+        return planner.searched(first, search) or planner.smallest(first, search, is_later=True)
 
-    def _of_all(self, stages: StagesByChunk, peak: int) -> Forecasts:
-        """Return the peaks of all ranks, and the times of all stages."""
-        times = [(stage, each[0].plan.times) for stage, each in stages.items()]
-        texts = self.group.share(json.dumps([peak, times]).encode(), "exchange of forecasts")
-        every = [json.loads(text) for text in texts]
-        of_stages = sorted(pair for _, pairs in every for pair in pairs)
-        return tuple(peak for peak, _ in every), tuple(StageTimes(*each) for _, each in of_stages)
+    def _planner(
+        self, capture: StepCapture, args: tuple[Any, ...], kwargs: dict[str, Any], lines: Iterable[str] = ()
+    ) -> MiniBatchPlanner:
+        batches = self.given.divided(args, kwargs)
+        examples = {batch.shapes: batch for batch in reversed(batches)}
+        shapes = dict.fromkeys(batch.shapes for batch in batches)
+        steps = capture.steps([examples[each] for each in shapes], lines)
+        nbytes = batch_nbytes(args, kwargs) + random_nbytes(steps)
+        return MiniBatchPlanner(self.module, self.group, self.given, batches, steps, nbytes)
 
-    def _capture(self, first: FirstCut | None, updates: StageUpdates | None) -> StepCapture:
-        if first is not None:
-            known = first.cut.step.loss_output, first.cut.step.machine
-            return StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
-        with self.group.reporting(PLANNING):
-            nbytes, replicas = self._updates_nbytes(updates), updates.replicas if updates else None
-        return StepCapture(self.module, self.group, self.given, nbytes, replicas)
+    def _updates_nbytes(self, updates: StageUpdates) -> int:
+        return sum(updates.nbytes(dict(self.module.named_parameters())))
 
-    def _updates_nbytes(self, updates: StageUpdates | None) -> int:
-        return sum(updates.nbytes(dict(self.module.named_parameters()))) if updates is not None else 0
-
-    def _first(self, step: WholeStep, nbytes: int, updates: StageUpdates, search: StageSearch) -> FirstCut:
-        """Return the best cut.
+    def _best_cut(self, cutter: Cutter) -> FirstCut | None:
+        """Return the best cut; None, on all ranks, if none is found that keeps the budgets.
 
         Raises:
-            BudgetError: no cut keeps the budgets; on all ranks.
             ValueError: there are too few places to cut, or `balance` has others; on all ranks.
         """
-        cutter = Cutter(self.module, step, self.given, nbytes, updates, search)
         with self.group.reporting(PLANNING):
             own = json.dumps(_found(cutter)) if self.group.rank == 0 else ""
-        self.group.check_agreement([f"{PLANNING}: none failed"])
+        self.group.check_agreement([NONE_FAILED])
         shared = self.group.share(own.encode(), "exchange of the cut")[0]
-        numbers, chosen, refused = json.loads(of_first_pipeline(updates.replicas, shared))
+        begins, chosen, refused = json.loads(of_first_pipeline(cutter.updates.replicas, shared))
         if refused is not None:
             raise ValueError(refused)
-        if chosen is None:
-            raise budgets_error(self.given.budgets, numbers, self.given.candidates[0][-1].stages)
-        cut, given = StageCut(step, tuple(numbers)), self.given.choosing(*chosen)
+        return None if chosen is None else self._first_cut(cutter, begins, self.given.choosing(*chosen))
+
+    def _first_cut(self, cutter: Cutter, begins: Sequence[int], given: PipelineArguments) -> FirstCut:
+        cut, updates = StageCut(cutter.step, tuple(begins)), cutter.updates
         stages = range(self.group.rank, len(cut.begins), self.group.ranks)
         parameters = {stage: cutter.parameters(cut, stage) for stage in stages}
         owned = cut.owned(all_tensors(self.module))
         return FirstCut(cut, owned, parameters, given, self._updates_nbytes(updates), updates.replicas)
 
-    def _planner(self, cut: StageCut, first: FirstCut, stage: int, nbytes: int, checkpoint: str) -> StagePlanner:
-        schedule = self._schedule(self.given.chunks, first)
-        trace, known = cut.traces[stage], all_tensors(self.module)
-        unread = first.owned[stage] - cut.tensors(stage)
-        unchanged = set(first.cut.gradient_names(first.cut.traces[stage])) - set(cut.gradient_names(trace))
-        kept = [known[name] for name in unread]
-        gradients = [known[name] for name in unchanged]
-        parameters = replace(first.parameters[stage], unread=resident_bytes(kept) + resident_bytes(gradients))
-        sizes = nbytes, trace, schedule, stage, cut.sent_backward(stage), parameters
-        budget = StageBudget.of(first.given.stage_budgets()[stage], *sizes)
-        return StagePlanner(
-            cut, stage, schedule, budget, device_of_model(self.module), checkpoint, self.given.spill_dir
-        )
-
-    def _planned(self, schedule: PipelineSchedule, planners: Planners, search: StageSearch) -> tuple[Stages, int]:
-        """Return the stages of this rank and its forecast bytes, once all ranks have theirs.
-
-        Raises:
-            BudgetError: the stages of some rank do not fit; on all ranks.
-            AgreementError: another rank can't plan its stage.
-        """
-        stages: Stages = {}
-        failure, raised = "", None
-        try:
-            budget = self.given.budgets[self.group.rank]
-            stages, needed = rank_stages(schedule, self.group.rank, budget, planners, search)
-        except Exception as error:
-            failure, raised = f"{type(error).__name__}: {error}", error
-            needed = getattr(error, "smallest", 0)
-        own = json.dumps([failure, needed]).encode()
-        each = [json.loads(text) for text in self.group.share(own, "exchange of plans")]
-        failures = {rank: text for rank, (text, _) in enumerate(each) if text}
-        if not failures:
-            return stages, needed
-        if all(text.startswith("BudgetError") for text in failures.values()):
-            raise budgets_error(self.given.budgets, [nbytes for _, nbytes in each], schedule.stages)
-        raise raised or AgreementError(f"stages can't be planned: {format_failures(failures)}")
-
 
 def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str | None]:
-    """Return where the stages begin, or the smallest budgets; the schedule, or None; why no rank can cut the step."""
+    """Return where the stages begin; the schedule, or None; why no rank can cut the step."""
     try:
-        numbers, given = cutter.cut()
+        found = cutter.cut()
     except ValueError as error:
         return [], None, str(error)
-    return numbers, None if given is None else (given.schedule, given.stages_per_rank, given.delay), None
+    if found is None:
+        return [], None, None
+    begins, given = found
+    return begins, (given.schedule, given.stages_per_rank, given.delay), None

@@ -31,12 +31,13 @@ from ..graph.summarize import summarize
 from ..guards.signature import parameters_with_grad_hooks
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import libraries_nbytes
-from ..profile.op_profiler import OpProfiler, kernel_modes_text
+from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
 from ..system.device import device_of, unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
 
 REFUSED = "a pipeline can't be made of a model that"
+NOMINAL_RATE, NOMINAL_CALL_US = 1000.0, 100.0  # of a disk
 KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded
 
 
@@ -68,6 +69,17 @@ class WholeStep:
         nodes = {name: value for value, name in self.tensors.items()}
         owners = {value: nodes[name] for name, value in self._gradients}
         return IntervalCosts(Places(self.trace, gradient_sums(self.captured), owners))
+
+    @cached_property
+    def nominal(self) -> WholeStep:
+        """The step with prices that no process measures: with these each one finds the same cut and the same plans."""
+        nodes = {node.name: node for node in self.captured.graph.graph.nodes}
+        ops = tuple(replace(op, us=nominal_us(nodes[op.name])) for op in self.trace.ops)
+        link = self.machine.link
+        if link.works:
+            link = replace(link, out=NOMINAL_RATE, back=NOMINAL_RATE, call_us=NOMINAL_CALL_US, us_per_byte=0.0)
+        machine = replace(self.machine, link=link)
+        return replace(self, trace=replace(self.trace, ops=ops), machine=machine)
 
     @property
     def copy_us(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 import memgraph
 from memgraph import BudgetError
 from memgraph.stages import stage_search
+from memgraph.stages.mini_batch_planner import MiniBatchPlanner
+from memgraph.stages.rank_planner import RankPlanner
+from memgraph.stages.whole_step import WholeStep
 from passes import Machine, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import fitting_beside, fitting_forwards, open_forward_nbytes, unplanned_nbytes
 from tests.passes.stages.test_cut import chain, quick
@@ -49,6 +53,51 @@ def test_each_rank_searches_for_its_own_stage_alone() -> None:
         assert all(peak <= budget for peak, budget in zip(results[0][2], budgets, strict=True))
 
 
+def _named(rank: int, name: str, rows: int, chunks: int, schedule: str, is_found: bool) -> list[Any]:
+    """Return the budgets that an error names, and the forecasts of a process with other prices under these.
+
+    Args:
+        is_found: False for a process whose search finds nothing.
+    """
+
+    def pipeline(budgets: Any) -> Any:
+        model, batch = wide(rows) if name == "wide" else made(name, rows)
+        pipe = memgraph.pipeline(model, budgets, chunks, schedule=schedule)
+        pipe.prepare(**batch)
+        return pipe
+
+    with pytest.raises(BudgetError) as caught:
+        pipeline("2KB")
+    budgets = json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]")
+    known = WholeStep.measured
+
+    def otherwise(self: WholeStep, us: list[float], *given: Any) -> WholeStep:
+        return known(self, [each * 4.0 ** (i * 7 % 5 - 2) for i, each in enumerate(us)], *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholeStep, "measured", otherwise)
+        if not is_found:
+            patch.setattr(MiniBatchPlanner, "searched", lambda *_: None)
+        pipe = pipeline(budgets)
+    return [budgets, [*pipe._latest.peaks]]
+
+
+@pytest.mark.parametrize(
+    "name, rows, chunks, schedule, is_found",
+    [
+        ("wide", 8, 4, "interleaved", False),
+        ("wide", 8, 4, "zero_bubble", True),
+        ("gpt2", 7, 3, "1f1b", False),
+        pytest.param("t5", 7, 3, "interleaved", True, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_that_an_error_names_work_whatever_is_measured_or_found(
+    name: str, rows: int, chunks: int, schedule: str, is_found: bool
+) -> None:
+    for budgets, peaks in on_ranks(2, _named, name, rows, chunks, schedule, is_found):
+        assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
 def _prepared(rank: int, budgets: Any) -> list[int]:
     model, batch = made("t5", 7)
     pipe = memgraph.pipeline(model, budgets, 3)
@@ -61,6 +110,29 @@ def test_the_smallest_budgets_work_for_micro_batches_whose_ops_differ() -> None:
     budgets = on_ranks(2, _smallest, "t5", 7, 3)[0]
     peaks = on_ranks(2, _prepared, budgets)[0]
     assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
+def _shares(time_limit: float) -> set[float]:
+    """Return the shares of the rank's room that were tried for its three stages."""
+    model, batch = made("skips", 8)
+    tried, known = set[float](), RankPlanner.of_room
+
+    def counted(self: RankPlanner, share: float) -> dict[int, int]:
+        tried.add(round(share, 3))
+        return known(self, share)
+
+    given = {"schedule": "interleaved", "stages_per_rank": 3}
+    with pytest.raises(BudgetError) as caught:
+        memgraph.pipeline(model, 1000, 4, **given).prepare(**batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankPlanner, "of_room", counted)
+        memgraph.pipeline(model, caught.value.smallest, 4, **given, time_limit=time_limit).prepare(**batch)
+    return tried
+
+
+def test_no_share_between_the_first_and_the_last_is_tried_once_time_is_up() -> None:
+    assert _shares(0.0) == {1.0, 0.333}
+    assert _shares(math.inf) > {1.0, 0.333}
 
 
 def test_a_forward_beside_larger_ones_holds_no_more_than_they_do() -> None:
