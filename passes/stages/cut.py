@@ -24,7 +24,7 @@ from .interval_costs import IntervalCosts
 from .partition import partition
 
 ROUNDS = 32  # cuts that are planned, at most
-LATE_ROUNDS = 8  # of them, once time is up and none fits
+LATE_ROUNDS = 2  # of them, once time is up and none fits
 CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
 
 
