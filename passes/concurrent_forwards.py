@@ -33,8 +33,8 @@ Search = Callable[[Trace, Machine], PlanResult]
 LIMITS = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)  # shares of what an open forward holds besides inputs and outputs
 TIGHT = (0.0, 0.15, 0.35)  # limits that are tried for the smallest budget
 ATTEMPTS = 3  # under one limit, each with a smaller budget for the step
-ROUNDS = 7  # of the bisection for the smallest plan
-FINE = 0.01  # of its bytes: where the bisection ends
+ROUNDS = 5  # of the bisection for the smallest plan
+FINE = 0.02  # of its bytes: where the bisection ends
 STAYS = ("parameter", "buffer", "state", "gradient")
 
 
@@ -271,14 +271,10 @@ def _smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
 
 def _lowest(trace: Trace, machine: Machine) -> PlanResult:
     """Return the plan of the quick passes with the lowest peak."""
-    budget = 1
-    for _ in range(ATTEMPTS):
-        try:
-            return _quick_plan(trace, replace(machine, budget=budget))
-        except BudgetError as error:
-            budget = error.smallest
-    forecast = predict(trace, machine)
-    return PlanResult((), forecast, forecast)
+    found: list[PlanResult] = []
+    with suppress(BudgetError):
+        make_plan(trace, replace(machine, budget=1), QUICK, lambda _, best: found.append(best))
+    return min(found, key=lambda each: each.forecast.peak)
 
 
 def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:

@@ -116,9 +116,11 @@ class StagePlanner:
         machine, count = self._machine(1), self._forwards
         if self.checkpoint != "auto":
             choice = self._searched(trace, machine, None)
-        elif beside is None or (choice := same_plan(trace, machine, count, beside.choice)) is None:
+        elif beside is None:
             choice = smallest_plan(trace, machine, count)
-            choice = self._recomputing_early(choice, replace(machine, budget=choice.forecast.peak))
+        elif (choice := same_plan(trace, machine, count, beside.choice)) is None:
+            largest, room = open_forward_nbytes(beside.choice.forecast), self._machine(beside.peak - fixed)
+            choice = fitting_beside(trace, room, count, largest, None) or smallest_plan(trace, machine, count)
         assert choice is not None, "only a search may find no plan"
         return self._stage_plan(choice, trace, fixed)[0]
 
@@ -212,13 +214,9 @@ class StagePlanner:
             if found is None:
                 return None
             choice = found
-        return self._recomputing_early(choice, machine)
-
-    def _recomputing_early(self, choice: PlanResult, machine: Machine) -> PlanResult:
-        """Return the plan with recomputations before the gradient comes, as far as there is room."""
         if self.number == self.schedule.stages - 1 or has_copies(choice.plan):  # what it recomputes may be reloaded
             return choice
-        forecast = partial(with_plan, choice.captured.trace, machine, self._forwards)
+        forecast = partial(with_plan, choice.captured.trace, machine, count)
         return recompute_early(choice, machine.budget, forecast)
 
     def _stage_plan(self, choice: PlanResult, trace: Trace, fixed: int) -> tuple[StagePlan, int]:
