@@ -95,7 +95,7 @@ class Cutter:
 
     def _searched(self) -> tuple[list[int], PipelineArguments] | None:
         """Return the best cut without budgets, if each of its stages has a plan that takes a search to find."""
-        cut, search = self._unlimited, replace(self.search, is_bounded=True)
+        cut, search = self._unlimited, self.search
         ranks = [self._rank(cut, rank) for rank in range(len(self.given.budgets))]
         shares = search.shares(len(ranks))
         if not search.is_late and all(rank.has_plans(share) for rank, share in zip(ranks, shares, strict=True)):

@@ -77,15 +77,17 @@ class MiniBatchPlanner:
             needed = stages.peak(stages.smallest)
             before = first.stages.peak(first.stages.smallest) if first.stages is not None else 0
         self.group.check_agreement([NONE_FAILED])
-        texts = self.group.share(json.dumps([needed, before]).encode(), "exchange of the smallest budgets")
-        every = [json.loads(text) for text in texts]
-        budgets = self.given.budgets
-        if all(now <= budget for (now, _), budget in zip(every, budgets, strict=True)):
+        own = json.dumps([needed, before, search.is_late and not search.is_bounded])
+        texts = self.group.share(own.encode(), "exchange of the smallest budgets")
+        every, budgets = [json.loads(text) for text in texts], self.given.budgets
+        if all(now <= budget for (now, _, _), budget in zip(every, budgets, strict=True)):
             return self._plan(first, stages, stages.above_smallest(search))
+        if any(goes_on for _, _, goes_on in every) and (planned := self.searched(first, search.longer)) is not None:
+            return planned
         if is_later:
-            named = [max(budget, *each) for budget, each in zip(budgets, every, strict=True)]
+            named = [max(budget, now, before) for budget, (now, before, _) in zip(budgets, every, strict=True)]
             raise budgets_error(budgets, named, len(first.cut.begins), first.cut.begins)
-        raise budgets_error(budgets, [now for now, _ in every], len(first.cut.begins))
+        raise budgets_error(budgets, [now for now, _, _ in every], len(first.cut.begins))
 
     def stages(self, first: FirstCut) -> RankStages:
         """Return the stages of this rank in a cut, which are not planned yet."""

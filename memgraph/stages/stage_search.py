@@ -26,7 +26,7 @@ class StageSearch:
 
     Attributes:
         until: in seconds of `time.monotonic`.
-        is_bounded: False if a longer search is better than no plan.
+        is_bounded: False if a longer search is better than no plan, where the smallest plans do not fit.
     """
 
     until: float = math.inf
@@ -51,16 +51,18 @@ class StageSearch:
     def is_late(self) -> bool:
         return time.monotonic() >= self.until
 
+    @property
+    def longer(self) -> StageSearch:
+        """Return the search that goes on from now."""
+        return StageSearch(time.monotonic() + FITTING_S)
+
     def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return the best plan that is found.
 
         Raises:
             passes.BudgetError: none was found.
         """
-        try:
-            return make_plan(trace, machine, seconds=max(0.0, self.until - time.monotonic()))
-        except passes.BudgetError as error:
-            late = self.until + FITTING_S
-            if self.is_bounded or not error.timed_out or proven_nbytes(trace, machine) > machine.budget:
-                raise
-            return make_plan(trace, machine, seconds=max(0.0, late - time.monotonic()))
+        least = proven_nbytes(trace, machine)
+        if least > machine.budget:
+            raise passes.BudgetError(f"every plan needs {least} bytes", machine.budget, least)
+        return make_plan(trace, machine, seconds=max(0.0, self.until - time.monotonic()))
