@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memgraph
 from memgraph import BudgetError
@@ -104,6 +105,32 @@ def test_an_error_says_which_stages_need_how_much() -> None:
     pipe = memgraph.pipeline(made("skips", 8)[0], least, 2, schedule="interleaved", stages_per_rank=3)
     pipe.step(**batch)
     assert pipe.peak <= least
+
+
+def _evaluated(rank: int) -> list[Any]:
+    """Return the budgets that evaluation under the smallest ones of training asks for, and its forecasts there."""
+
+    def prepared(budgets: Any, balance: Any = None) -> Any:
+        model, batch = made("frozen", 16)
+        pipe = memgraph.pipeline(model, budgets, 4, balance=balance, optimizer=torch.optim.AdamW)
+        pipe.prepare(**batch)
+        with torch.no_grad():
+            pipe.prepare(**batch)
+        return pipe
+
+    with pytest.raises(BudgetError) as caught:
+        prepared("1KB")
+    smallest = json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]")
+    with pytest.raises(BudgetError) as caught:
+        prepared(smallest)
+    words = str(caught.value).partition("budget=")[2]
+    budgets, balance = (json.loads(part.partition("]")[0] + "]") for part in words.split(" with balance="))
+    return [budgets, [*prepared(budgets, balance)._latest.peaks]]
+
+
+def test_budgets_that_evaluation_asks_for_work_for_training_too() -> None:
+    for budgets, peaks in on_ranks(2, _evaluated):
+        assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
 
 
 def test_without_a_budget_each_rank_has_what_is_free_there() -> None:
