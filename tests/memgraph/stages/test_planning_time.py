@@ -120,7 +120,7 @@ def _shares(time_limit: float) -> set[float]:
         tried.add(round(share, 3))
         return known(self, share)
 
-    given = {"schedule": "interleaved", "stages_per_rank": 3}
+    given: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 3}
     with pytest.raises(BudgetError) as caught:
         memgraph.pipeline(model, 1000, 4, **given).prepare(**batch)
     with pytest.MonkeyPatch.context() as patch:
