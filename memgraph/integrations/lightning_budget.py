@@ -25,7 +25,7 @@ if find_spec("lightning") is not None:
 else:
     from pytorch_lightning import Callback, LightningModule
 
-# Lightning's record of which hook runs and what it has logged: forward reads none of it.
+# Lightning's record of which hook runs and what it has logged, which forward does not read.
 LOOP_STATE = (
     "_current_fx_name", "_metric_attributes", "_param_requires_grad_state", "_compiler_ctx", "_fabric_optimizers",
 )  # fmt: skip

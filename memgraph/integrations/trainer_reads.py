@@ -13,8 +13,8 @@ from typing import Any
 class TrainerReads:
     """Stands for a trainer in a module that is captured.
 
-    It has no attributes but its slots, whose names begin with two underscores, so that a captured step depends on
-    none of its contents.
+    It has no attributes but its slots, whose names begin with two underscores, so that a captured step does not
+    depend on its contents.
     """
 
     __slots__ = ("__names", "__trainer", "__values")

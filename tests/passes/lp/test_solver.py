@@ -24,7 +24,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 def covering(columns: int, rows: int) -> LPSolver:
-    """Return a program of random rows, of which each has to be covered."""
+    """Return a program of random rows that all have to be covered."""
     lp, random = LPSolver(), np.random.default_rng(0)
     for cost in random.random(columns):
         lp.add_column(cost=1.0 + float(cost))
