@@ -25,7 +25,7 @@ if find_spec("lightning") is not None:
 else:
     from pytorch_lightning import Callback, LightningModule
 
-# Lightning's record of which hook runs and what it has logged, which forward does not read.
+# The state of Lightning's loop: the hook that runs, and the metrics that are logged. Forward does not read it.
 LOOP_STATE = (
     "_current_fx_name", "_metric_attributes", "_param_requires_grad_state", "_compiler_ctx", "_fabric_optimizers",
 )  # fmt: skip
