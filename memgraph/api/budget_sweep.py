@@ -58,7 +58,7 @@ def sweep(
         TypeError, ValueError, SpillError, CaptureError, FusedError: as `compile` and its first call.
     """
     planner = make_planner(
-        model, 1, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, time_limit=time_limit,
+        model, 1.0, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, time_limit=time_limit,
         wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction, accumulate=accumulate,
         forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
         cuda_graphs=cuda_graphs,
@@ -67,7 +67,7 @@ def sweep(
     given = check_argument("budgets", budgets)  # all of them, before anything is captured
     wanted = given and [budget_nbytes(check_argument("budget", one), planner.target.device) for one in given]
     args, kwargs = on_device(planner.module, args, kwargs, microbatches)
-    trace, machine = planner.price(args, kwargs, planner.options.outputs)  # one byte of budget: links are measured
+    trace, machine = planner.price(args, kwargs, planner.options.outputs, for_any_budget=True)
     limit = planner.options.time_limit
     seconds = math.inf if limit is None else limit
     return _BudgetPlans(trace, machine, seconds, planner.options.forwards).sweep(wanted)

@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     try:
         code = app(args=arguments, standalone_mode=False)
+        if code == INTERRUPTED:  # typer has caught it
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else FITS
     except UsageError as error:
         error.show()

@@ -29,13 +29,13 @@ class Writable(Protocol):
 
 
 def write(what: Writable, as_json: bool) -> None:
-    """Write a result to stdout: as JSON, or as text that a pipe gets in lines of 120 columns."""
+    """Write a result to stdout at once: as JSON, or as text that a pipe gets in lines of 120 columns."""
     if as_json:
-        print(what.to_json())
+        print(what.to_json(), flush=True)
     elif sys.stdout.isatty():
         Console().print(what)
     else:
-        print(printed(what))
+        print(printed(what), flush=True)
 
 
 def new_file(given: Path | None) -> Path | None:

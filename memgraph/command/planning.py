@@ -7,6 +7,7 @@ memgraph explain train.py:setup
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -80,8 +81,9 @@ def plan(
     save(report, output, html)
     _save_for_programs(report, trace, graphml)
     write(report, as_json)
-    if not as_json:
-        _print_help(call, report, wanted, options)
+    if not as_json and not report.choice.interrupted:
+        with suppress(KeyboardInterrupt):  # the answer is there
+            _print_help(call, report, wanted, options)
     return 0
 
 
@@ -139,7 +141,8 @@ def _loaded(target: str) -> Call:
 def _print_help(call: Call, report: Report, budget: str | float, options: dict[str, Any]) -> None:
     """Print the options with which a plan that costs much would cost less."""
     given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
-    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), budget, given)
+    took_s = report.planned_us / 1e6
+    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), budget, given, took_s)
     with stdout_for_data():
         helps = attempts.better_than(report)
     if helps:

@@ -21,10 +21,8 @@ from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..opaque.live_bytes import LiveBytes
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
-from ..optim.optimizer_clone import STEPS, clone_optimizer
+from ..optim.optimizer_clone import clone_optimizer, distinct_steps
 from ..system.device import CPU
-
-ALIKE = (optim.Adam, optim.AdamW, optim.SGD)  # all steps but the first allocate alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +101,7 @@ def _stepped(
     states = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
     sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in states}
     with _Meter([*known, *states], rounded) as later, torch.no_grad():
-        for _ in range(1 if type(optimizer) in ALIKE else STEPS - 1):
+        for _ in range(distinct_steps(optimizer) - 1):
             type(optimizer).step(optimizer)
     return sum(map(rounded, sizes.values())), int(later.live.peak)
 

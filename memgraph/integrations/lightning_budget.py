@@ -7,6 +7,8 @@ lightning.Trainer(callbacks=[memgraph.LightningBudget("24GB")]).fit(module, load
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,12 +18,17 @@ from torch import nn
 from ..options.compile_options import Budget
 from ..report.report import Report
 from .budgeted_forward import BudgetedForward
+from .trainer_reads import TrainerReads
 
 if find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule
 else:
     from pytorch_lightning import Callback, LightningModule
 
+# The state of Lightning's loop: the hook that runs, and the metrics that are logged. Forward does not read it.
+LOOP_STATE = (
+    "_current_fx_name", "_metric_attributes", "_param_requires_grad_state", "_compiler_ctx", "_fabric_optimizers",
+)  # fmt: skip
 THEIRS = {"optimizer", "loss", "microbatches", "reduction", "fuse_update"}
 
 
@@ -68,7 +75,8 @@ class LightningBudget(Callback):  # type: ignore[misc]
         """
         if self._module is None:
             self._module = module = _chosen(pl_module, self._path)
-            self._forward = BudgetedForward(module, self._budget, self._options)
+            own = partial(_own_state, vars(module), TrainerReads(trainer))
+            self._forward = BudgetedForward(module, self._budget, self._options, own)
             module.forward = self._forward
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -88,6 +96,14 @@ class LightningBudget(Callback):  # type: ignore[misc]
         if self._module is not None:
             del self._module.forward
             self._module = None
+
+
+def _own_state(attributes: Mapping[str, Any], reads: TrainerReads) -> dict[str, Any]:
+    """Return what the captured module has in place of the state of Lightning's loops."""
+    own: dict[str, Any] = dict.fromkeys(name for name in LOOP_STATE if name in attributes)
+    if "_trainer" in attributes:
+        own |= {"_trainer": reads, "_trainer_reads": reads.refreshed()}
+    return own
 
 
 def _chosen(pl_module: nn.Module, path: str) -> nn.Module:

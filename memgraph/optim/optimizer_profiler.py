@@ -10,9 +10,10 @@ than one, so that no optimizer is modelled here.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,13 @@ from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
-from .optimizer_clone import STEPS, clone_nbytes, clone_optimizer, initial_state, profiling_error
+from .elementwise import ELEMENTWISE
+from .optimizer_clone import clone_nbytes, clone_optimizer, distinct_steps, initial_state, profiling_error
 
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 
 _update_times: dict[str, float] = {}  # microseconds; a cache, so that no kind is timed twice in a process
+_profilers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, OptimizerBytes]] = weakref.WeakKeyDictionary()
 
 
 def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:
@@ -78,13 +81,21 @@ class ParameterKind:
 KindPair = tuple[ParameterKind, ParameterKind]
 
 
+@dataclass(frozen=True, eq=False)
+class OptimizerBytes:
+    """Bytes that were measured: the workspace of an update of some kinds, one after the other, and states of a kind."""
+
+    workspaces: dict[tuple[ParameterKind, ...], int] = field(default_factory=dict)
+    states: dict[ParameterKind, int] = field(default_factory=dict)
+
+
 class OptimizerProfiler:
     """Measurements of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.workspaces: dict[tuple[ParameterKind, ...], int] = {}
-        self.states: dict[ParameterKind, int] = {}
+        known = _measured_before(optimizer)
+        self.workspaces, self.states = known.workspaces, known.states
 
     def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
         """Return the bytes of the states of parameters of these kinds."""
@@ -163,7 +174,9 @@ class OptimizerProfiler:
     def _measure_workspace(self, kinds: Sequence[ParameterKind]) -> int:
         clone = self._clone(kinds)
         try:
-            first, *later = [run_unprofiled(partial(_step_nbytes, clone, kinds[0].device)) for _ in range(STEPS)]
+            first, *later = [
+                run_unprofiled(partial(_step_nbytes, clone, kinds[0].device)) for _ in range(distinct_steps(clone))
+            ]
         except Exception as error:
             raise profiling_error(clone, error) from error
         kept = resident_bytes(state_tensors(clone))
@@ -182,6 +195,19 @@ class OptimizerProfiler:
             for i in sorted({kind.group for kind in kinds})
         ]
         return clone_optimizer(optimizer, param_groups, state)
+
+
+def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
+    """Return what was measured of an optimizer of torch's with its present options; nothing of others.
+
+    Attributes of a user's class may change what its update allocates.
+    """
+    options = repr([kernel_options(group) for group in optimizer.param_groups])
+    known, measured = _profilers.get(optimizer, ("", OptimizerBytes()))
+    if type(optimizer) not in ELEMENTWISE or known != options:
+        measured = OptimizerBytes()
+        _profilers[optimizer] = options, measured
+    return measured
 
 
 def _step_nbytes(clone: torch.optim.Optimizer, device: torch.device) -> int:

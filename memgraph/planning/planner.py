@@ -84,8 +84,13 @@ class Planner:
         budget = math.inf if self.target.tier is None else self.target.budget
         self.state.refuse(owned_nbytes(self.module), budget)
 
-    def price(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> tuple[Trace, Machine]:
+    def price(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, for_any_budget: bool = False
+    ) -> tuple[Trace, Machine]:
         """Return the priced trace of a call's step, and the machine that it is planned for.
+
+        Args:
+            for_any_budget: True to measure what only a plan needs although the step fits the budget.
 
         Raises:
             CaptureError: the module can't be captured.
@@ -93,7 +98,8 @@ class Planner:
         """
         with planning(self.target.device), Progress() as progress:
             graph = self._capture(Call(self.module, args, kwargs, outputs, opaque=self.options.opaque), progress)
-            return Pricing(self.module, self.options, self.state, progress)(graph)
+            pricing = Pricing(self.module, self.options, self.state, progress, for_any_budget=for_any_budget)
+            return pricing(graph)
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,

@@ -39,6 +39,7 @@ class Pricing:
     Attributes:
         until: when planning has to end, in seconds of `time.monotonic`.
         nearby: the priced trace of the same ops with another length, for times.
+        for_any_budget: True to measure what only a plan needs although the step fits the budget of the options.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class Pricing:
     progress: Progress
     until: float = math.inf
     nearby: Trace | None = None
+    for_any_budget: bool = False
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
         """Return the priced trace and the machine; ranks that plan together get the same.
@@ -56,24 +58,24 @@ class Pricing:
         """
         target, ranks = step.target, step.ranks
         machine = Machine(ranks.least_budget(target.budget), str(target.device))
-        plain_nbytes = self._plain_nbytes(step.summarize(), machine)
-        if target.device.type == "cpu" and plain_nbytes > target.budget:
+        plain = step.summarize()
+        if target.device.type == "cpu" and self._needs_plan(plain, machine, target.budget):
             return_freed_memory()  # so that ops are timed as in a step that needs a plan
         machine = ranks.with_network(machine)
         with ranks.reporting_errors():
             libraries_nbytes(target.device)  # loads them before anything is measured
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
-            times = plain_nbytes > machine.budget or step.lowers or ranks.plan_together
+            times = self._needs_plan(plain, machine, machine.budget) or step.lowers or ranks.plan_together
             times = times and not self._scales(step)
             profiler = op_profiler(step.inputs, self.module, target, self.until, times, self.progress)
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
-        if self._plain_nbytes(trace, machine) > machine.budget:
+        if self._needs_plan(trace, machine, machine.budget):
             trace, machine = self._with_links(step, trace, machine, profiler)
         return trace, ranks.share_machine(machine)
 
-    def _plain_nbytes(self, trace: Trace, machine: Machine) -> int:
-        return unplanned_nbytes(trace, machine, self.options.forwards)
+    def _needs_plan(self, trace: Trace, machine: Machine, budget: int) -> bool:
+        return self.for_any_budget or unplanned_nbytes(trace, machine, self.options.forwards) > budget
 
     def _trace(self, step: StepGraph, machine: Machine, profiler: OpProfiler) -> Trace:
         """Return the step as it is without a plan, with prices, workspaces and optimizer state."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from passes import Op, Plan, Trace
+from passes import Plan, Trace
 
 from .tables import layer_path, mb, ms, printed, table
 
@@ -91,12 +91,15 @@ def changes(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> tuple[Chan
 
 
 def _each_change(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> Iterator[Change]:
+    """Yield each value that is decided differently; views are left out, for nothing is moved or made of them."""
     old, new = _verbs(before[1]), _verbs(after[1])
     for name in dict.fromkeys([*old, *new]):
         was, now = (_verb(name, trace, verbs) for (trace, _), verbs in ((before, old), (after, new)))
-        if was != now:
-            op: Op = (after[0].op.get(name) or before[0].op.get(name)) or Op(name, name)
-            yield Change(was, now, op.fn, op.where, op.nbytes)
+        trace = after[0] if name in after[0].op else before[0]
+        op, is_copied = trace.op[name], "offload" in f"{was} {now}"
+        nbytes = trace.nbytes[op.holds[0]] if is_copied else op.nbytes
+        if was != now and nbytes:
+            yield Change(was, now, op.fn, op.where, nbytes)
 
 
 def _verbs(plan: Plan) -> dict[str, str]:

@@ -51,6 +51,7 @@ class Verification:
     Attributes:
         budget, peak: bytes. plain_us, us: microseconds of the step without decisions, and with them.
         bound: of the class of this plan.
+        pages_us: microseconds for new pages that the file says come on top, as `memgraph plan` shows them.
     """
 
     budget: int
@@ -58,6 +59,7 @@ class Verification:
     plain_us: float
     us: float
     bound: Derived
+    pages_us: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -70,7 +72,9 @@ class Verification:
 
     def __rich__(self) -> RenderableType:
         fits = "fits" if self.peak <= self.budget else "does not fit"
-        lines = [f"{fits}: {self.peak} of {self.budget} bytes, by simulation of the {ms(self.us)} that it takes"]
+        pages = f", without {ms(self.pages_us)} for new pages" if self.pages_us else ""
+        taken = f"by simulation of the {ms(self.us)} that it takes{pages}"
+        lines = [f"{fits}: {self.peak} of {self.budget} bytes, {taken}"]
         return Text("\n".join([*lines, *self._bound_lines()]))
 
     def _bound_lines(self) -> list[str]:
@@ -100,7 +104,9 @@ def verify(saved: SavedPlan) -> Verification:
     except (BrokenTrace, KeyError, ValueError) as error:
         raise PlanError(f"the saved plan can't be verified: {type(error).__name__}: {error}; {REPLAN}") from error
     peak, us = result.forecast.peak, result.forecast.us
-    return Verification(saved.machine.budget, peak, result.captured.us, us, bound)
+    pages = saved.facts.get("pages_us", 0.0)
+    pages_us = pages if isinstance(pages, float) else 0.0
+    return Verification(saved.machine.budget, peak, result.captured.us, us, bound, pages_us)
 
 
 def _derived(saved: SavedPlan, plans: str) -> Derived:

@@ -160,21 +160,30 @@ class LPSolver(LinearProgram):
         return [Solution(us, bound_us, values, values) for us, values in solutions]
 
     def _run(self, steps: float = INFINITY, enough_bound: float = INFINITY) -> None:
-        """Run HiGHS; a search ends after about so many steps, as counted when it looks at its limits."""
+        """Run HiGHS; a search ends after about so many steps, as counted when it looks at its limits.
+
+        Raises:
+            KeyboardInterrupt: the user has interrupted it; HiGHS has no solution then.
+        """
         if self.until < INFINITY:
             left = max(0.0, self.until - time.monotonic())
             self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)
-        taken = 0
+        kinds, taken = highspy.cb.HighsCallbackType, 0
+        looks = kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt  # Python handles signals in both
 
         def look(kind: Any, message: str, out: Any, reply: Any, given: Any) -> None:
             nonlocal taken
+            if kind != looks[0]:  # of the simplex, which has no such limits
+                return
             taken += STEPS_PER_LOOK[out.mip_node_count > 0]
             reply.user_interrupt = taken >= steps or out.mip_dual_bound > enough_bound
 
         self.highs.setCallback(look, None)
-        self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+        for each in looks:
+            self.highs.startCallback(each)
         self.highs.run()
-        self.highs.stopCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+        for each in looks:
+            self.highs.stopCallback(each)
         self.out_of_work = taken >= steps
 
     def _run_without_presolve(self) -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 import memgraph
 from memgraph import Point, Sweep
 from memgraph.api.budget_sweep import POINTS
+from memgraph.api.unplanned import unplanned
+from memgraph.profile import op_profiler
 from memgraph.report.budget_curve import point_of_refusal
 from passes import make_plan
 from tests.support.models import batch, net
@@ -41,6 +44,18 @@ def test_it_goes_from_what_the_step_needs_to_the_least_there_is() -> None:
     assert len(budgets) == POINTS + 2
     steps = [large - small for large, small in pairwise(budgets)]
     assert max(steps) - min(steps) <= 1
+
+
+def test_all_commands_give_one_time_for_the_step_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    monkeypatch.setattr(op_profiler, "_known", {})  # so that ops are priced here
+    explained = unplanned(net(), batch()).choice.captured
+    asked = memgraph.sweep(net(), batch(), offload=None, time_limit=0, budgets=["1GB"])
+    needs_a_plan = memgraph.plan(net(), batch(), budget=explained.peak - 60_000, offload=None, time_limit=0)
+    assert explained.us == asked.plain_us == needs_a_plan.choice.captured.us
+    assert "goes beyond the budget" not in caplog.text
 
 
 @pytest.mark.parametrize("of", [swept, searched])

@@ -249,12 +249,15 @@ def test_an_error_is_exit_code_1_and_one_line(
     assert said in capsys.readouterr().err
 
 
-def test_an_interrupt_is_exit_code_130(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_exit_code_130(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("memgraph.command.planning.plan_call", interrupted)
     assert main(["plan", f"{target}:setup", "--budget", "1GB"]) == 130
+    assert capsys.readouterr().err.endswith("memgraph: interrupted\n")
 
 
 def test_the_doctor_looks_at_disk_memory_and_versions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
+from memgraph.optim import optimizer_profiler
 from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.optimizers import OPTIMIZERS
@@ -60,3 +62,26 @@ def test_a_parameter_without_a_gradient_brings_its_neighbours_together() -> None
         optimizer.zero_grad()
         assert stepped(optimizer, trained) <= states + workspace
     assert update_nbytes(optimizer)[1] < update_nbytes(optimizer, [big, other])[1] == update_nbytes(optimizer, [])[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}, {"maximize": True}])
+def test_two_steps_of_adam_show_what_seven_do(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (optim.AdamW([torch.nn.Parameter(torch.zeros(64, 9))], **options) for _ in range(2))
+    found = update_nbytes(few)
+    monkeypatch.setattr("memgraph.optim.optimizer_profiler.distinct_steps", lambda optimizer: 7)
+    assert update_nbytes(many) == found
+
+
+def test_an_optimizer_is_measured_again_only_if_its_options_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, plain = [0], optimizer_profiler._step_nbytes
+
+    def counted(*given: Any) -> int:
+        steps[0] += 1
+        return plain(*given)
+
+    monkeypatch.setattr(optimizer_profiler, "_step_nbytes", counted)
+    optimizer = optim.AdamW([torch.nn.Parameter(torch.zeros(size)) for size in (64, 9)])
+    found, first = update_nbytes(optimizer), steps[0]
+    assert update_nbytes(optimizer) == found and steps[0] == first > 0
+    optimizer.param_groups[0]["amsgrad"] = True
+    assert update_nbytes(optimizer)[0] > found[0] and steps[0] > first

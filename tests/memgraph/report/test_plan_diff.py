@@ -56,6 +56,28 @@ def test_steps_that_differ_are_compared_by_name() -> None:
     assert "the steps differ" in str(found)
 
 
+VIEWED = parse("""
+    forward:
+    x = input()  # f32[1000] | makes x:4000
+    d = tangent()  # f32[] | makes d:4
+    a = aten.exp.default(x)  # f32[1000] | makes a:4000 | 10 us | at net.py:1
+    v = aten.view.default(a)  # f32[10, 100] | holds a | at net.py:2
+    loss = aten.sum.default(v)  # f32[] | makes loss:4 | 1 us
+    backward:
+    g = aten.mul.Tensor(v, d)  # f32[10, 100] | makes g:4000 | 10 us
+    return output loss, gradient g
+""")
+
+
+def test_views_are_listed_with_the_bytes_that_are_copied_and_left_out_where_none_are() -> None:
+    again = report("recompute a: before g\nrecompute v: before g", VIEWED)
+    (change,) = report(trace=VIEWED).diff(again).changes
+    assert (change.fn, change.nbytes, change.count) == ("aten.exp.default", 4000, 1)
+    offloaded = report("offload v: out loss, free loss\nreload v: back g, use g", VIEWED)
+    (change,) = report(trace=VIEWED).diff(offloaded).changes
+    assert (change.before, change.after, change.nbytes) == ("keep", "offload", 4000)
+
+
 def test_the_json_has_all_fields() -> None:
     found = report().diff(report("recompute h: before dv"))
     assert json.loads(found.to_json()) == json.loads(json.dumps(asdict(found)))
