@@ -4,8 +4,8 @@
     g = torch.ops.aten.tanh_backward.default(d, y)   ->   g = torch.ops.aten.tanh_backward.default._op(d, y)
     f = torch.ops.memgraph.free.default(t, x, 0)     ->   f = ops.RUN["free"](t, x, 0)
 
-torch's own functions parse their arguments twice as fast as the object of an op does. A function takes an op's place only
-if it is seen to call this very op with these very arguments: it runs once for each kind of arguments, on fake tensors,
+torch's own functions parse their arguments faster than the object of an op does. A function takes an op's place only if
+it is seen to call this very op with these very arguments: it runs once for each kind of arguments, on fake tensors,
 under a mode that notes the op and computes nothing.
 """
 
