@@ -52,3 +52,12 @@ def test_a_report_of_a_gpu_names_them_and_what_to_do() -> None:
 def test_nothing_is_compiled_unless_it_is_asked_for() -> None:
     for function in (memgraph.compile, memgraph.plan, memgraph.sweep):
         assert inspect.signature(function).parameters["lower"].default is None
+
+
+def test_a_report_of_a_gpu_says_what_one_block_would_take() -> None:
+    report = memgraph.plan(torch.nn.Linear(64, 64), torch.randn(32, 64), budget="1GB")
+    assert "one block" not in str(report)
+    there = replace(report, machine=replace(report.machine, device="cuda:0"))
+    there.arena.check()
+    line = next(line for line in str(there).splitlines() if "one block" in line)
+    assert "allocated 0.0 MB, reserved 0.0 MB, lost between 0.0 MB, 0.0% of the peak" in line
