@@ -122,7 +122,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a unit."""
+    """The end of a unit."""
 
     ok: bool
     seconds: float

@@ -29,7 +29,7 @@ ROUNDS = 300  # of a search, where the first placements lose too much
 ENOUGH = 0.001  # of what is live at once may be lost
 LARGE = 128  # a slot is large with this part of what is live at once
 TRIED = 0.1  # of the moves that change no height are tried with all slots
-FAR = np.iinfo(np.int64).max
+ENDLESS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ def _packed(slots: Sequence[Slot], order: Sequence[int]) -> _Packed:
 
 
 def _improved(slots: Sequence[Slot], order: Sequence[int], live: int, enough: int, rounds: int) -> _Packed:
-    """Move large slots to other places in the order, as long as that makes none of them end higher.
+    """Move large slots to other places in the order, and keep what makes the block no larger.
 
-    The small ones follow: they fill gaps, and to place them takes most of the time.
+    The small ones follow. They fill gaps, and to place them takes most of the time.
     """
     large = [slots[i] for i in order if slots[i].nbytes * LARGE >= live]
     draw, least = random.Random(0), _most_live(large)
@@ -183,8 +183,8 @@ def _placed(slots: Sequence[Slot], order: Sequence[int]) -> Ints:
         beside = np.flatnonzero((addresses >= 0) & (first <= last[i]) & (last >= first[i]))
         beside = beside[np.argsort(addresses[beside], kind="stable")]
         begins = np.concatenate(([0], np.maximum.accumulate(addresses[beside] + nbytes[beside])))
-        gaps = np.append(addresses[beside], FAR) - begins  # the last one is above all
-        addresses[i] = begins[np.argmin(np.where(gaps >= nbytes[i], gaps, FAR))]
+        gaps = np.append(addresses[beside], ENDLESS) - begins  # the last one is above all
+        addresses[i] = begins[np.argmin(np.where(gaps >= nbytes[i], gaps, ENDLESS))]
     return addresses
 
 
