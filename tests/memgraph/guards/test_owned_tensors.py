@@ -34,9 +34,10 @@ def test_shared_modules_tensors_and_none_count_once_or_not() -> None:
     first.register_buffer("absent", None)
     first.register_buffer("kept", torch.ones(1), persistent=False)
     second.register_buffer("same", first.kept)
-    module = nn.ModuleDict({"a": nn.Sequential(first, second), "b": first, "c": nn.Sequential(second)})
-    module["a"].register_module("empty", None)
-    module["c"].append(module["a"])  # a circle would be torch's own trouble, a shared one is not
+    both, other = nn.Sequential(first, second), nn.Sequential(second)
+    both.register_module("empty", None)
+    other.append(both)  # a module that is shared, not a circle
+    module = nn.ModuleDict({"a": both, "b": first, "c": other})
     assert same(owned_tensors(module), module)
     assert [len(tensors) for tensors in owned_tensors(module)] == [2, 1]
 
@@ -60,9 +61,10 @@ def test_a_key_is_hashed_once_and_is_equal_to_a_plain_one(monkeypatch: pytest.Mo
 
     plain = (1, Counts())
     key = HashedTuple(plain)
-    known = {key: "step"}
+    known: dict[Any, str] = {key: "step"}
     assert known[key] == known[key] == "step" and Counts.hashed == 1
-    assert key == plain and hash(key) == hash(plain) and {plain: 1}[key] == 1
+    as_plain: dict[Any, int] = {plain: 1}
+    assert key == plain and hash(key) == hash(plain) and as_plain[key] == 1
     assert hashed_tuple.HashedTuple((1,)) != (2,)
 
 
@@ -76,4 +78,5 @@ def test_the_tensors_of_a_key_are_the_same_object_until_they_differ() -> None:
     before, again = key(), key()
     assert before == again and before[2] is again[2] and before[4] is again[4]
     module.weight.requires_grad_(False)
-    assert key() != before and key()[2] == signature(module, [*module.parameters()], None, [])[2]
+    fresh_key: Any = signature(module, [*module.parameters()], None, [])
+    assert key() != before and key()[2] == fresh_key[2]
