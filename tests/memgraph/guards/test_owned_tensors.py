@@ -32,8 +32,9 @@ def test_shared_modules_tensors_and_none_count_once_or_not() -> None:
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     second.weight = first.weight
     first.register_buffer("absent", None)
-    first.register_buffer("kept", torch.ones(1), persistent=False)
-    second.register_buffer("same", first.kept)
+    buffer = torch.ones(1)
+    first.register_buffer("kept", buffer, persistent=False)
+    second.register_buffer("same", buffer)
     both, other = nn.Sequential(first, second), nn.Sequential(second)
     both.register_module("empty", None)
     other.append(both)  # a module that is shared, not a circle
