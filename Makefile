@@ -10,7 +10,7 @@ CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil transformers
 
 WITHIN ?= 720
 
-.PHONY: demo test slow check bench gpu gpu-smoke fake-cuda versions newest clean
+.PHONY: demo test slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-figures fake-cuda versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -43,21 +43,17 @@ bench: $(BENCHMARKS:%=bench-%)
 bench-%: $(READY)
 	.venv/bin/python -m benchmarks.$*
 
-# Uses PYTHON as it is, for the torch that was built for this machine's GPU.  It wants no network, and ends within ten
-# minutes, whatever hangs: what there is no time for is left out of the table, and what the tests leave of theirs is the
-# benchmarks'.  Each is a process of its own, since a fault of the device ends the process that it meets.
-gpu:
-	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
-		{ echo "make gpu wants a CUDA device and a torch that sees it; $(PYTHON) has none here (PYTHON= names another)"; exit 1; }
-	begin=$$(date +%s); left() { echo $$((begin + $$1 - $$(date +%s))); }; failed=0; \
-		timeout -k 5 -s INT $$(left 75) $(PYTHON) -m benchmarks.smoke || failed=1; \
-		timeout -k 5 -s INT $$(left 165) $(PYTHON) -m pytest -m gpu tests/kernels || failed=1; \
-		timeout -k 5 -s INT $$(left 265) $(PYTHON) -m pytest -m gpu tests/gpu || failed=1; \
-		timeout -k 5 -s INT $$(left 575) $(PYTHON) -m benchmarks.gpu --seconds $$(left 545) || failed=1; exit $$failed
+# Use PYTHON as it is, for the torch that was built for this machine's GPU, and no network.  Each stage ends within nine
+# minutes, whatever hangs, and goes on where it stopped when it is called again (benchmarks/stages.py).
+GPU_STAGES = smoke kernels tests figures
+WITHIN_GPU ?= 540
 
-# A minute: each case in a process of its own, a line each.
-gpu-smoke:
-	$(PYTHON) -m benchmarks.smoke
+gpu:
+	failed=0; for stage in $(GPU_STAGES); do \
+		$(PYTHON) -m benchmarks.stages $$stage --within $(WITHIN_GPU) || failed=$$?; done; exit $$failed
+
+$(GPU_STAGES:%=gpu-%): gpu-%:
+	$(PYTHON) -m benchmarks.stages $* --within $(WITHIN_GPU)
 
 # What CUDA would dispatch, on a machine without a device: torch's CUDA build sees one that is described.  It takes 6 GB
 # of disk and a quarter of an hour.  Nothing runs on a GPU, so there is no figure of one in it.

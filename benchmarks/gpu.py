@@ -1,23 +1,24 @@
 """Measure memgraph on a GPU in one run; `make gpu` runs it after the tests.
 
-    python -m benchmarks.gpu [--seconds 420] [--laps 10] [--toy]
+    python -m benchmarks.gpu [--part NAME ...] [--seconds 420] [--laps 10] [--toy]
 
 Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
 eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
 the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB and by a plain
 rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written after each row,
-and a table is printed at the end. With --toy it is small enough for a CPU. Not yet run on a GPU.
+and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough for a CPU. Not
+yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -34,11 +35,18 @@ from benchmarks.records import Run
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
 STEPS = 3  # that are timed
+FIGURES = ("kernels", "copies", "updates")
+PARTS = (*FIGURES, *SHAPES, *whole.SEVEN.parts)
 PART = 60.0  # seconds for the figures of kernels, of copies, and of updates
 
 
-def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
-    """Measure, write the file, print the table."""
+def main(
+    seconds: float = 420.0, laps: int = 10, toy: bool = False, part: Annotated[list[str] | None, typer.Option()] = None
+) -> None:
+    """Measure some parts or all, write the file, print the table."""
+    if unknown := set(part or ()) - set(PARTS):
+        raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; these are: {', '.join(PARTS)}")
+    parts = part or PARTS
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
@@ -47,7 +55,7 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     figures: list[Figure] = []
     found: list[Row] = []
     lines: Iterator[Figure | Row] = chain(
-        _figures(device, toy, partial(_left, end)), _rows(Laps(device), laps, toy, end)
+        _figures(device, toy, partial(_left, end), parts), _rows(Laps(device), laps, toy, end, parts)
     )
     try:
         for one in lines:
@@ -61,14 +69,17 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
         console.print(str(run.path))
 
 
-def _rows(laps: Laps, count: int, toy: bool, end: float) -> Iterator[Row]:
-    """Yield all rows; time that one model does not use goes to the next."""
+def _rows(laps: Laps, count: int, toy: bool, end: float, parts: Sequence[str]) -> Iterator[Row]:
+    """Yield all rows of these parts; time that one model does not use goes to the next."""
     begin = time.perf_counter()
-    for i, (name, shape) in enumerate(SHAPES.items()):
-        until = begin + (end - begin) * BLOCKS * (i + 1) / len(SHAPES)
-        yield from rows(name, shape.toy() if toy else shape, laps, count, partial(_left, until))
+    shapes, lines = [name for name in SHAPES if name in parts], [name for name in whole.SEVEN.parts if name in parts]
+    for i, name in enumerate(shapes):
+        until = begin + (end - begin) * (BLOCKS if lines else 1.0) * (i + 1) / len(shapes)
+        yield from rows(name, SHAPES[name].toy() if toy else SHAPES[name], laps, count, partial(_left, until))
     size = whole.SEVEN.toy() if toy else whole.SEVEN
-    yield from _guarded(size.name, whole.rows(size, laps, min(count, STEPS), partial(_left, end)))
+    chosen = [toyed for toyed, name in zip(size.parts, whole.SEVEN.parts, strict=False) if name in parts]
+    if chosen:
+        yield from _guarded(size.name, whole.rows(size, laps, min(count, STEPS), partial(_left, end), chosen))
 
 
 def _guarded(name: str, found: Iterator[Row]) -> Iterator[Row]:
@@ -83,17 +94,19 @@ def _left(end: float) -> float:
     return end - time.perf_counter()
 
 
-def _figures(device: torch.device, toy: bool, left: Callable[[], float]) -> Iterator[Figure]:
-    parts: dict[str, Callable[[], Iterable[Figure]]] = {
+def _figures(
+    device: torch.device, toy: bool, left: Callable[[], float], parts: Sequence[str] = FIGURES
+) -> Iterator[Figure]:
+    measured: dict[str, Callable[[], Iterable[Figure]]] = {
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
         "updates": lambda: updates.rows(device),
     }
-    for name, part in parts.items():
+    for name in (name for name in FIGURES if name in parts):
         found: list[Figure] = []
         try:
             with within(min(PART, left())):
-                found.extend(part())
+                found.extend(measured[name]())
         except (Exception, Overtime) as error:  # the other figures are measured all the same
             found += [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
         yield from found

@@ -9,7 +9,7 @@ Recomputed operations are not counted.  Not yet run on a GPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,12 @@ class Size:
         )
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the rows, the largest budget first."""
+        first, *others = (f"{self.name}-{budget // 10**9}GB" for budget in self.budgets)
+        return (first, f"{self.name}-rule", *others)
+
+    @property
     def tokens(self) -> int:
         return self.shape.batch * self.shape.length
 
@@ -75,12 +81,18 @@ class Whole(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), then.flatten())
 
 
-def rows(size: Size, laps: Laps, count: int, left: Callable[[], float]) -> Iterator[Row]:
-    """Yield each row when it is measured, largest budget first, until no seconds are `left`."""
+def rows(
+    size: Size, laps: Laps, count: int, left: Callable[[], float], parts: Collection[str] | None = None
+) -> Iterator[Row]:
+    """Yield each row of `parts` when it is measured, until no seconds are `left`.
+
+    On a GPU each wants a process of its own, for the weights of two don't fit the memory that a host can pin.
+    """
     best = matmul_flops(laps)
     ways = [(Row(size.name, "memgraph", budget=budget), _ours) for budget in size.budgets]
     ways.insert(1, (Row(size.name, RULE), _rule))
-    for row, way in ways:
+    chosen = (way for part, way in zip(size.parts, ways, strict=True) if parts is None or part in parts)
+    for row, way in chosen:
         found = tried(partial(way, row, size, laps, count), row, left)
         laps.clear()
         yield _rated(found, size, best)

@@ -20,6 +20,7 @@ from ..capture.sizes.size_capture import SizeCapture
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
+from ..guards.owned_tensors import owned_tensors
 from ..guards.signature import has_gradients, signature, with_attributes
 from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
@@ -62,7 +63,7 @@ class KeptSteps:
 
     def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], Key]:
         """Return all tensors that a call reads, and the key of its step."""
-        parameters, buffers = list(self.planner.module.parameters()), list(self.planner.module.buffers())
+        parameters, buffers = owned_tensors(self.planner.module)
         owned = [*parameters, *buffers]
         guard = signature(self.planner.module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]

@@ -16,7 +16,7 @@ from itertools import compress
 from torch import fx
 
 from ..graph.captured import Input
-from ..graph.first_draws import draw_coins_first
+from ..graph.draws.first_draws import draw_coins_first
 from ..graph.nodes import (
     changed_storages,
     drop_aliases,

@@ -8,8 +8,7 @@ float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks
-host_draws          draws with `random` and numpy as ops
-first_draws         coins before all other ops
+draws/              draws with `random` and numpy
 counters            numbers with which forward counts
 packed_ops          pack rows of several lengths, and pad them
 guard_ops           guards on values of tensors, as ops
@@ -21,6 +20,7 @@ accumulate_grads    add gradients to .grad inside backward
 fuse_updates        insert parameter updates into backward
 summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
+direct_calls        the code of a half calls ops by what runs them
 partition           joint graph -> forward and backward GraphModule
 gradient_sums       sums of gradients: those of one parameter, early ones, sums in place
 stage_graph         the graph of one pipeline stage

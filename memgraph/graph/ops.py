@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -133,8 +133,14 @@ def _lease() -> Lease:
 
 def _offload(x: Tensor, slot: int) -> Tensor:
     _lease().offload(slot, x)
-    _local.sent[slot] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    _local.sent[slot] = _layout(x.shape, x.stride(), x.dtype)
     return x.new_empty(0)
+
+
+@lru_cache(4096)
+def _layout(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without bytes that has this layout, the same one each time."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 def _free(ticket: Tensor, x: Tensor, slot: int) -> None:

@@ -17,20 +17,18 @@ Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import PythonCode, _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
 from ..tensors.traced_number import FloatArgument, NumberNode
 from .aten_shims import COPY_WITH_STRIDES
+from .direct_calls import DirectCode
 from .nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
 from .ops import accumulate
 from .summarize import PURE_WHEN_RERUN
@@ -98,7 +96,7 @@ def _module(
     """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs`, `floats` and the `last` inputs to
     `outputs`."""
     part = fx.Graph()
-    part.set_codegen(_DirectCode())
+    part.set_codegen(DirectCode())
     env: dict[fx.Node, fx.Node] = {}
 
     def add_inputs(nodes: Iterable[fx.Node]) -> None:
@@ -123,23 +121,6 @@ def _read_placeholders(node: fx.Node, placeholders: Mapping[NumberNode, fx.Node]
     node.args, node.kwargs = tree_map_only(
         FloatArgument, lambda argument: placeholders[argument.node], (node.args, dict(node.kwargs))
     )
-
-
-class _DirectCode(_BoxedCodeGen):
-    """Calls what an op's Python object would call, which saves half a microsecond of two or three."""
-
-    def _gen_python_code(self, *args: Any, **kwargs: Any) -> PythonCode:
-        code = super()._gen_python_code(*args, **kwargs)
-        direct: dict[str, Any] = {}
-
-        def name(match: re.Match[str]) -> str:
-            namespace, packet, overload = match.groups()
-            name = f"op_{namespace}_{packet}_{overload}"
-            direct[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
-            return f" = {name}("
-
-        src = re.sub(r" = torch\.ops\.(\w+)\.(\w+)\.(\w+)\(", name, code.src)
-        return replace(code, src=src, globals=code.globals | direct)
 
 
 def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[int]) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from passes.ir.machine import CAST_WORKSPACE
 from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
-from .host_draws import DRAW
+from .draws.host_draws import DRAW
 from .inductor import Segment
 from .nodes import all_storages, is_random, returned_values, storages, tensors, written_inputs
 from .opaque_ops import is_opaque

@@ -1,6 +1,8 @@
 """Decide when a captured graph may be reused.
 
 signature             the guard key of a call
+hashed_tuple          a tuple that computes its hash once
+owned_tensors         parameters and buffers of a module, listed quickly
 module_attributes     attributes that forward may read, as a key
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 refused_collectives   collectives of the user's own in forward are refused

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .hashed_tuple import HashedTuple
+
 MAX_DEPTH = 5  # below a module; objects further down are compared by identity
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
 CONSTANTS = (
@@ -69,9 +71,6 @@ class Check(NamedTuple):
     read: Callable[[], object]
     expected: object
 
-    def is_stale(self) -> bool:
-        return self.read() != self.expected
-
 
 class AttributeGuard:
     """The attributes of a module; a captured graph depends on their `key`."""
@@ -80,6 +79,13 @@ class AttributeGuard:
         self.module = module
         self._walk: AttributeWalk | None = None
         self._ignored: frozenset[tuple[int, str]] = frozenset()
+        self._tensors = HashedTuple()
+
+    def same_tensors(self, key: tuple[Hashable, ...]) -> Hashable:
+        """Return the key of the module's tensors; that of the previous call if it is equal, whose hash is known."""
+        if key != self._tensors:
+            self._tensors = HashedTuple(key)
+        return self._tensors
 
     def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
         """Leave attributes of submodules out of the key from now on; return True if it had any of them."""
@@ -127,14 +133,19 @@ class AttributeWalk:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        return tuple(self.tokens)
+        return HashedTuple(self.tokens)
 
     def is_stale(self) -> bool:
         """Return True if anything that was read has changed."""
         try:
-            return any(self._empty) or any(check.is_stale() for check in self._checks)
+            if any(self._empty):
+                return True
+            for read, expected in self._checks:  # no generator: every call of the module comes by
+                if read() != expected:
+                    return True
         except KeyError:  # an attribute was deleted
             return True
+        return False
 
     def describe(self, thing: Any, depth: int) -> None:
         """Append the tokens of a thing and of its contents."""

@@ -34,12 +34,13 @@ def signature(
 
     `owned` are the module's parameters and buffers; `attributes` is the module's guard from the previous call.
     """
+    attributes = attributes or AttributeGuard(module)
     return (
         spec,
         _arguments(leaves),
-        tuple(map(_tensor, owned)),
+        attributes.same_tensors(tuple(map(_tensor, owned))),
         tuple(map(has_hooks, owned)),
-        (attributes or AttributeGuard(module)).key,
+        attributes.key,
         in_process_group(),
         _modes(),
     )

@@ -14,7 +14,7 @@ from torch import fx, nn
 from passes import Machine, PlanResult, Stream
 
 from ..graph.captured import Captured
-from ..graph.host_draws import draws_on_host
+from ..graph.draws.host_draws import draws_on_host
 from ..graph.partition import Partition, partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates

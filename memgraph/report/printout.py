@@ -36,7 +36,7 @@ def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
     forecast, blank = report.forecast, Text("")
     tables = _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
-    return Group(Text(verdict(report)), blank, *tables, *_helped(report))
+    return Group(Text("\n".join([verdict(report), *_placed(report)])), blank, *tables, *_helped(report))
 
 
 def verdict(report: ReportData) -> str:
@@ -92,6 +92,16 @@ def _held(report: ReportData) -> list[str]:
         return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+
+
+def _placed(report: ReportData) -> list[str]:
+    """Show what the step's allocations would take of a GPU in one block, whose addresses come from the plan."""
+    if not report.machine.device.startswith("cuda"):
+        return []
+    arena = report.arena
+    share = arena.lost / max(1, report.peak)
+    sizes = f"allocated {mb(arena.live)}, reserved {mb(arena.nbytes)}, lost between {mb(arena.lost)}"
+    return [f"what the step allocates, if it were placed in one block: {sizes}, {share:.1%} of the peak"]
 
 
 def _several(report: ReportData) -> list[str]:

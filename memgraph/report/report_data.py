@@ -8,8 +8,10 @@ report.overhead    0.032         of the time of the step without decisions
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes import Forecast, Machine, Plan, PlanResult
+from passes.simulate.arena import Arena, place
 from passes.slices.slice import Slice
 
 
@@ -166,6 +168,11 @@ class ReportData:
     def peak(self) -> int:
         """Peak bytes of the forecast."""
         return self.forecast.peak
+
+    @cached_property
+    def arena(self) -> Arena:
+        """The step's allocations in one block of memory, each with an address, placed without a search."""
+        return place(self.forecast, rounds=0)
 
     @property
     def overhead(self) -> float:

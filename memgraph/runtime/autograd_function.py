@@ -107,8 +107,8 @@ class StepFunction(torch.autograd.Function):
                     gradients = backward.run_half()
             finally:
                 backward.finish()
-            for role, gradient in zip(roles.gradients, gradients, strict=True):
-                results[roles.target(role)] = gradient
+            for place, gradient in zip(roles.targets, gradients, strict=True):
+                results[place] = gradient
             wait_at_end(next((tensor.device for tensor in ctx.tensors), CPU))
         return None, *results
 
@@ -135,8 +135,8 @@ class BackwardPass:
         self.next_nodes = ctx.next_functions  # a property that builds a new tuple at each access
         concurrent = self.run.is_concurrent
         self.owners = [
-            _owner(self._next_node(role)) if role.kind == "gradient" and not concurrent else None
-            for role in self.roles.gradients
+            _owner(self.next_nodes[place][0]) if role.kind == "gradient" and not concurrent else None
+            for role, place in zip(self.roles.gradients, self.roles.targets, strict=True)
         ]
         self.fused_update = self.parts.fused_update if self.roles.updates else None
         updated = {name: self.next_nodes[i][0] for name, i in self.roles.updates.items()}
@@ -146,9 +146,6 @@ class BackwardPass:
         }
         self.missing = [self.parts.is_missing(role, self.unused) for role in self.roles.gradients]
         tangents.clear()
-
-    def _next_node(self, role: Output) -> Any:
-        return self.next_nodes[self.roles.target(role)][0]
 
     def run_half(self) -> list[Tensor | None]:
         """Run the backward half, and return the gradients that autograd has to pass on."""
@@ -204,8 +201,8 @@ class BackwardPass:
         """Return the bytes of existing gradients that the plan adds to, but this backward does not."""
         if not self.roles.adds or self.run.is_concurrent:
             return 0
-        rows = zip(self.roles.gradients, self.owners, strict=True)
-        places = [self.roles.target(role) for role, owner in rows if role.kind == "gradient" and owner is None]
+        rows = zip(self.roles.gradients, self.roles.targets, self.owners, strict=True)
+        places = [place for role, place, owner in rows if role.kind == "gradient" and owner is None]
         left = [parameter for parameter in map(self.inputs.__getitem__, places) if not has_hooks(parameter)]
         return resident_bytes(parameter.grad for parameter in left if parameter.grad is not None)
 
@@ -252,10 +249,10 @@ class BackwardPass:
 
     def _assigned(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Put gradients into `.grad`, and return what autograd has to pass on."""
-        rows = zip(self.roles.gradients, self.owners, gradients, self.missing, strict=True)
+        rows = zip(self.roles.targets, self.owners, gradients, self.missing, strict=True)
         return [
-            _passed_if_missing(self._next_node(role), gradient) if gone else _give(owner, gradient)
-            for role, owner, gradient, gone in rows
+            _passed_if_missing(self.next_nodes[place][0], gradient) if gone else _give(owner, gradient)
+            for place, owner, gradient, gone in rows
         ]
 
 
@@ -266,7 +263,7 @@ def _owner(node: Any) -> Tensor | None:
     reads `.grad`.
     """
     parameter: Tensor | None = getattr(node, "variable", None)
-    if parameter is None or has_hooks(parameter) or _is_frozen(node):
+    if parameter is None or has_hooks(parameter) or not parameter.requires_grad:  # it was frozen since forward
         return None
     try:
         return parameter if torch._C._will_engine_execute_node(node) else None
@@ -291,8 +288,9 @@ def _give(owner: Tensor | None, gradient: Tensor) -> Tensor | None:
     """Accumulate a gradient into its owner's `.grad` as autograd would; without an owner, return it."""
     if owner is None:
         return gradient
-    if owner.grad is None:
+    before = owner.grad
+    if before is None:
         owner.grad = gradient
-    elif owner.grad is not gradient:
-        owner.grad.add_(gradient)
+    elif before is not gradient:
+        before.add_(gradient)
     return None

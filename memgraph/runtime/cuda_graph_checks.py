@@ -17,7 +17,7 @@ from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
-from ..graph.host_draws import draws_on_host
+from ..graph.draws.host_draws import draws_on_host
 from ..graph.nodes import GUARDS, all_storages, is_random, returned_values, storages, tensors, written_inputs
 from .cuda_graphs import CudaGraphCache, Recorder
 

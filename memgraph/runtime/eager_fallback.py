@@ -16,7 +16,7 @@ from ..capture.reentrant_forward import can_run_again, overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
 from ..errors import MemgraphError
 from ..graph.captured import Captured, Ref
-from ..graph.host_draws import draws_on_host
+from ..graph.draws.host_draws import draws_on_host
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.locks import PLANNING_LOCK
 from ..system.python_random import PythonRandom, restoring_python_random

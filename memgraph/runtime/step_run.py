@@ -124,9 +124,7 @@ class StepRun:
         # are saved detached because the caller's tensor leads to the autograd node that holds this run: a reference
         # cycle, which would also hide that the caller has freed the output.
         returned = {id(value) for value in values[:outputs]}
-        self.saved = [
-            x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in returned else x for x in values[outputs:]
-        ]
+        self.saved = [x.detach() if id(x) in returned or _is_parameter(x) else x for x in values[outputs:]]
         del values[outputs:]
         self.ended = self.halves.backward is None
         of_caller = (*(tensors[i] for i in self.caller_inputs), *values)
@@ -274,6 +272,11 @@ def _as_captured(fake: Tensor, tangent: Tensor | None) -> Tensor:
         return tangent
     shaped = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return shaped.zero_() if tangent is None else shaped.copy_(tangent)
+
+
+def _is_parameter(value: Any) -> bool:
+    # Whether something is a Parameter is a question to Python code, and nearly all values are plain tensors.
+    return type(value) is not Tensor and isinstance(value, torch.nn.Parameter)
 
 
 def _has_strides(fake: Tensor, tangent: Tensor) -> bool:

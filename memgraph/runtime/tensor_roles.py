@@ -73,14 +73,19 @@ class TensorRoles:
         return (*self._trained, *self.updates.values(), *self.exchanged.values())
 
     @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """The places of the inputs that the gradients belong to."""
+        return tuple(map(self._target, self.gradients))
+
+    @cached_property
     def varying(self) -> tuple[int, ...]:
         """The places of the caller's inputs."""
         return tuple(i for (kind, _, _), i in self.place.items() if kind == "input")
 
-    def target(self, role: Output) -> int:
-        """Return the place of the input that a gradient belongs to."""
+    def _target(self, role: Output) -> int:
         return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
 
     @cached_property
     def _trained(self) -> tuple[int, ...]:
-        return tuple(self.target(role) for role in self.gradients if role.kind == "gradient")
+        rows = zip(self.gradients, self.targets, strict=True)
+        return tuple(target for role, target in rows if role.kind == "gradient")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors.layout import view_bytes_as
+from ..tensors.layout import has_layout, view_bytes_as
 from .async_copy import CopyLog
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
@@ -91,12 +91,14 @@ class PinnedLease:
         self.copying_out: dict[int, EventCopy] = {}
         self.copying_back: dict[int, EventCopy] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
+        self.views: dict[int, Tensor] = {}  # by slot, the latest view of its bytes
         self.copies: CopyLog = {}  # events record no times
         self.bound = tier.bound  # of this run: a later one may find the state elsewhere
 
     def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
         self.bound = {**self.bound, **bound}
+        self.views.clear()
 
     def offload(self, slot: int, tensor: Tensor) -> None:
         out, _ = copy_streams(self.cuda, self.device)
@@ -138,6 +140,7 @@ class PinnedLease:
                 event.synchronize()
             self.copying_out.clear()
             self.copying_back.clear()
+            self.views.clear()
             block.events = tuple(self.last.values())
             self.tier.pool.release(block)
 
@@ -149,10 +152,16 @@ class PinnedLease:
         """The bytes of a slot, with the tensor's type, shape and strides."""
         if self.block is None:
             raise ValueError("this lease is released")
+        view = self.views.get(slot)
+        if view is not None and has_layout(view, tensor):  # that of the offload serves the reload
+            return view
         if bound := self.bound.get(slot):
-            return bound.view_like(tensor)
-        begin = self.tier.offsets[slot]
-        return view_bytes_as(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
+            view = bound.view_like(tensor)
+        else:
+            begin = self.tier.offsets[slot]
+            view = view_bytes_as(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
+        self.views[slot] = view
+        return view
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)

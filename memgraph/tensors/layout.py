@@ -35,6 +35,11 @@ def view_bytes_as(run: Tensor, like: Tensor) -> Tensor:
     return run.view(like.dtype).as_strided(like.shape, like.stride())
 
 
+def has_layout(tensor: Tensor, like: Tensor) -> bool:
+    """Return True if two tensors have the same dtype, shape and strides."""
+    return tensor.shape == like.shape and tensor.stride() == like.stride() and tensor.dtype == like.dtype
+
+
 def alias_storage_as(of: Tensor, like: Tensor) -> Tensor:
     """Return the storage of a tensor, from its start, with the layout of `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=of.device)

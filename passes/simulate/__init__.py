@@ -1,5 +1,6 @@
 """Simulate a planned step: the one forecast that all planners use.
 
 forecast      bytes at every op, time on every queue
+arena         an address in one block for each storage that a step allocates
 plan_result   PlanResult: a plan, the step without it, and what is proven of both
 """

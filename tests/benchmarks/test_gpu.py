@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +22,6 @@ from benchmarks.laps import Laps, Taken
 from benchmarks.whole import RULE
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it takes minutes")
@@ -134,20 +131,15 @@ def test_what_was_found_is_written_before_it_is_stopped(
     assert "4200.0 GB/s" in capsys.readouterr().out
 
 
-def test_make_gpu_runs_each_part_whatever_became_of_the_others_and_ends_in_time(tmp_path: Path) -> None:
-    """By a Python that notes down how it is called, and fails."""
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n(tr "\\0" " " </proc/$PPID/cmdline; echo) >>{tmp_path}/calls\nexit 1\n'
-    )
-    python.chmod(0o755)
-    made = subprocess.run(["make", "gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode != 0, made.stdout
-    calls = (tmp_path / "calls").read_text()
-    limits = re.findall(r"timeout -k 5 -s INT (\d+) \S+ -m (\S+) ?(.*)", calls)
-    assert [module for _, module, _ in limits] == ["benchmarks.smoke", "pytest", "pytest", "benchmarks.gpu"]
-    assert all(int(seconds) <= most for (seconds, _, _), most in zip(limits, (75, 165, 265, 575), strict=True))
-    assert 0 < int(limits[3][2].removeprefix("--seconds ")) <= int(limits[3][0]) - 30  # in which it prints its table
+def test_a_part_runs_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(whole, "SEARCH", 0.0)
+    gpu.main(seconds=1200.0, laps=1, toy=True, part=["7b-rule"])
+    written = json.loads(next(tmp_path.glob("cpu/*.json")).read_text())
+    assert [row["name"] for row in written["rows"]] == [RULE] and not written["figures"]
+    assert list(gpu._rows(Laps(CPU), 1, True, time.perf_counter() + 60, ["copies"])) == []
+    with pytest.raises(typer.BadParameter, match="no part is called coffee; these are: kernels, copies, "):
+        gpu.main(toy=True, part=["coffee"])
 
 
 def test_memgraph_gets_the_peak_of_each_way_that_saves_and_shares_of_the_compiled_one() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
-from ...graph.host_draws import DRAW, call, written
+from ...graph.draws.host_draws import DRAW, call, written
 from ...system.frames import MEMGRAPH, TORCH
 from ...system.python_random import restoring_python_random
 from .drawn_values import drawn, is_drawn, tensor_of

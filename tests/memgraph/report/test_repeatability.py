@@ -10,6 +10,7 @@ import torch
 import memgraph
 from memgraph.report.printout import verdict
 from memgraph.report.repeatability import UNREPEATABLE, repeatability, unrepeatable_ops
+from memgraph.report.tables import mb
 from passes import Op, Trace
 
 STEP = Trace(
@@ -52,3 +53,12 @@ def test_a_report_of_a_gpu_names_them_and_what_to_do() -> None:
 def test_nothing_is_compiled_unless_it_is_asked_for() -> None:
     for function in (memgraph.compile, memgraph.plan, memgraph.sweep):
         assert inspect.signature(function).parameters["lower"].default is None
+
+
+def test_a_report_of_a_gpu_says_what_one_block_would_take() -> None:
+    report = memgraph.plan(torch.nn.Linear(64, 64), torch.randn(32, 64), budget="1GB")
+    assert "one block" not in str(report)
+    there = replace(report, machine=replace(report.machine, device="cuda:0"))
+    there.arena.check()
+    sizes = f"allocated {mb(there.arena.live)}, reserved {mb(there.arena.nbytes)}, lost between {mb(there.arena.lost)}"
+    assert f"placed in one block: {sizes}, " in " ".join(str(there).split())

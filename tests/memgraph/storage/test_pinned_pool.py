@@ -145,6 +145,27 @@ def test_slots_do_not_meet_and_keep_strides() -> None:
     assert lease.block is not None and lease.block.nbytes == PAGE
 
 
+def test_a_slot_has_one_view_for_both_copies_until_its_layout_differs() -> None:
+    pool, _ = some()
+    lease = PinnedTier([300], CPU, Late(0), pool).lease()
+    x, back, turned = torch.randn(5, 15), torch.empty(5, 15), torch.empty(15, 5).t()
+    lease.offload(0, x)
+    view = lease.views[0]
+    lease.free(0)
+    lease.reload(0, back)
+    assert lease.views[0] is view and torch.equal(back, x)
+    lease.wait(0)
+    lease.offload(0, turned.copy_(x))
+    lease.free(0)
+    assert lease.views[0] is not view and lease.views[0].stride() == turned.stride()
+    lease.reload(0, back)  # in another layout, whose elements lie elsewhere
+    assert torch.equal(back, turned.t().reshape(5, 15))
+    lease.wait(0)
+    lease.bind({})
+    assert not lease.views
+    lease.release()
+
+
 def test_a_dropped_tier_gives_up_its_block_and_a_lease_keeps_its_own() -> None:
     pool, pins = some()
     tier = PinnedTier([400], CPU, Late(0), pool)

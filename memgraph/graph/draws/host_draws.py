@@ -18,11 +18,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from ..errors import MemgraphError
-from ..system.python_random import restoring_python_random
-from .define_op import define_op
-from .guard_ops import TOLIST
-from .ops import is_in_step
+from ...errors import MemgraphError
+from ...system.python_random import restoring_python_random
+from ..define_op import define_op
+from ..guard_ops import TOLIST
+from ..ops import is_in_step
 
 CONSTANTS = (bool, int, float, str, type(None))
 

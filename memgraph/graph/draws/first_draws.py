@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..nodes import tensors
+from ..opaque_ops import FORWARD
+from ..summarize import draws, has_own_generator
 from .host_draws import DRAW
-from .nodes import tensors
-from .opaque_ops import FORWARD
-from .summarize import draws, has_own_generator
 
 HOST = "random and numpy"
 MAX_NUMEL = 1 << 16  # larger values would take memory from the start

@@ -1,0 +1,83 @@
+"""One walk finds what torch's two find, and a key is hashed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memgraph.guards import hashed_tuple
+from memgraph.guards.hashed_tuple import HashedTuple
+from memgraph.guards.module_attributes import AttributeGuard
+from memgraph.guards.owned_tensors import owned_tensors
+from memgraph.guards.signature import signature
+from tests.support.zoo import CASES, Case, fresh
+
+
+def same(found: tuple[list[Tensor], list[Tensor]], module: nn.Module) -> bool:
+    wanted = list(module.parameters()), list(module.buffers())
+    return [list(map(id, tensors)) for tensors in found] == [list(map(id, tensors)) for tensors in wanted]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tensors_are_those_of_torch_in_its_order(case: Case) -> None:
+    model, _ = fresh(case)
+    assert same(owned_tensors(model), model)
+
+
+def test_shared_modules_tensors_and_none_count_once_or_not() -> None:
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    second.weight = first.weight
+    first.register_buffer("absent", None)
+    buffer = torch.ones(1)
+    first.register_buffer("kept", buffer, persistent=False)
+    second.register_buffer("same", buffer)
+    both, other = nn.Sequential(first, second), nn.Sequential(second)
+    both.register_module("empty", None)
+    other.append(both)  # a module that is shared, not a circle
+    module = nn.ModuleDict({"a": both, "b": first, "c": other})
+    assert same(owned_tensors(module), module)
+    assert [len(tensors) for tensors in owned_tensors(module)] == [2, 1]
+
+
+def test_a_module_with_lists_of_its_own_is_asked() -> None:
+    class Hides(nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return (pair for pair in super().named_parameters(*args, **kwargs) if pair[0] != "bias")
+
+    module = Hides(2, 2)
+    assert [id(parameter) for parameter in owned_tensors(module)[0]] == [id(module.weight)]
+
+
+def test_a_key_is_hashed_once_and_is_equal_to_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts:
+        hashed = 0
+
+        def __hash__(self) -> int:
+            Counts.hashed += 1
+            return 7
+
+    plain = (1, Counts())
+    key = HashedTuple(plain)
+    known: dict[Any, str] = {key: "step"}
+    assert known[key] == known[key] == "step" and Counts.hashed == 1
+    as_plain: dict[Any, int] = {plain: 1}
+    assert key == plain and hash(key) == hash(plain) and as_plain[key] == 1
+    assert hashed_tuple.HashedTuple((1,)) != (2,)
+
+
+def test_the_tensors_of_a_key_are_the_same_object_until_they_differ() -> None:
+    module = nn.Linear(2, 2)
+    attributes = AttributeGuard(module)
+
+    def key() -> Any:
+        return signature(module, [*module.parameters()], None, [], attributes)
+
+    before, again = key(), key()
+    assert before == again and before[2] is again[2] and before[4] is again[4]
+    module.weight.requires_grad_(False)
+    fresh_key: Any = signature(module, [*module.parameters()], None, [])
+    assert key() != before and key()[2] == fresh_key[2]
