@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes import Trace
+from passes.slices.whole_weight import Reason
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
@@ -54,7 +55,7 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts.level, state)
+        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
@@ -86,14 +87,22 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
     return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
-def _blocks(target: Target, options: CompileOptions, level: int, state: OptimizerState) -> BlockRequest:
+def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
-    is_streamed = target.tier is not None and options.cuda_graphs is not True
-    if not is_streamed or state.fused_update is not None or state.sharded is not None:
+    if target.tier is None or blocks_refused(options, state) is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    return BlockRequest(level, options.slices == "auto")
+    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries)
+
+
+def blocks_refused(options: CompileOptions, state: OptimizerState) -> Reason | None:
+    """Return the reason why no weight of a step comes in blocks; None if there is none."""
+    if options.cuda_graphs is True:
+        return Reason.RECORDED
+    if state.fused_update is not None:
+        return Reason.FUSED
+    return None if state.sharded is None else Reason.SHARDED
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:

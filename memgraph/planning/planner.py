@@ -14,19 +14,22 @@ from typing import Any
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
+from passes.slices.whole_weight import WholeWeight
 
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
-from ..slices.step_cuts import ATTEMPTS, WHOLE, Cuts
+from ..slices.step_cuts import WHOLE, Cuts
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
+from .attempts import Attempt, Attempts
 from .budget_error import budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
-from .capture_step import capture_step
+from .capture_step import blocks_refused, capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
+from .priced_attempts import PricedAttempts, PricedStep
 from .pricing import Pricing
 from .progress import Progress
 from .replan import Replanner
@@ -44,15 +47,11 @@ class Refused:
 
     Attributes:
         smallest: the fewest bytes for which a plan was found.
-        is_sliced: chains of it run in parts.
-        ranks_agree: it is planned by several ranks, which all have to try the same.
-        refuse: raises the error, or returns what is planned instead.
+        refuse: raises the error, with the weights that stay whole, or returns what is planned instead.
     """
 
     smallest: int
-    is_sliced: bool
-    ranks_agree: bool
-    refuse: Callable[[], OtherOutputsDropped]
+    refuse: Callable[[Sequence[WholeWeight]], OtherOutputsDropped]
 
 
 class Planner:
@@ -84,16 +83,28 @@ class Planner:
         budget = math.inf if self.target.tier is None else self.target.budget
         self.state.refuse(owned_nbytes(self.module), budget)
 
-    def price(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> tuple[Trace, Machine]:
-        """Return the priced trace of a call's step, and the machine that it is planned for.
+    def price(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> PricedStep:
+        """Return the priced trace of a call's step, and the machine that it is planned for; errors as in `priced`."""
+        with Progress() as progress:
+            return next(self.priced(args, kwargs, outputs, progress)(self.target.budget))
 
-        Raises:
+    def priced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, progress: Progress
+    ) -> PricedAttempts:
+        """Return the attempts at a plan of a call for any budget.
+
+        They raise:
             CaptureError: the module can't be captured.
             FusedError: updates run in backward, and the loss is not part of the step.
         """
-        with planning(self.target.device), Progress() as progress:
-            graph = self._capture(Call(self.module, args, kwargs, outputs, opaque=self.options.opaque), progress)
+        call = Call(self.module, args, kwargs, outputs, opaque=self.options.opaque)
+
+        def price(graph: StepGraph) -> tuple[Trace, Machine]:
+            graph = replace(graph, target=self.target)
             return Pricing(self.module, self.options, self.state, progress)(graph)
+
+        attempts = partial(self._attempts, call, progress)
+        return PricedAttempts(attempts, price, self.target.device, self.options.slices == "auto")
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
@@ -137,36 +148,30 @@ class Planner:
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
     ) -> Step | OtherOutputsDropped:
         refused: list[Refused] = []
-        for cuts in ATTEMPTS:
-            if refused and not self._may_help(cuts, refused[0]):
-                continue
-            began = time.perf_counter()
-            graph = self._capture(call, progress, earlier, cuts)
-            if cuts.level and not graph.captured.blocks:
-                break
+        attempts = self._attempts(call, progress, earlier)
+        for attempt in attempts:
             try:
-                planned = self._planned_graph(call, graph, progress, earlier, began)
+                planned = self._planned_graph(call, attempt.graph, progress, attempt)
             except LayoutsDiffer:
-                planned = self._planned_graph(call, graph.with_numbers(), progress, earlier, began)
+                planned = self._planned_graph(call, attempt.graph.with_numbers(), progress, attempt)
             if not isinstance(planned, Refused):
                 return planned
             refused.append(planned)
-            # The graph is that of another step if it is in slices, or has updates.
-            earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
-        return min(refused, key=lambda each: each.smallest).refuse()
+        return min(refused, key=lambda each: each.smallest).refuse(attempts.whole)
 
-    def _may_help(self, cuts: Cuts, first: Refused) -> bool:
-        """Return True if a step that was refused may fit with these cuts."""
-        if first.ranks_agree or self.options.plans:
-            return False
-        if cuts.level:
-            return True
-        return self.options.slices == "auto" and (cuts.extent != "whole" or first.is_sliced)
+    def _attempts(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, budget: int | None = None
+    ) -> Attempts:
+        """Return the attempts at a plan of a call, for the target's budget or another one."""
 
-    def _planned_graph(
-        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
-    ) -> Step | Refused:
+        def capture(known: EarlierCapture | None, cuts: Cuts) -> StepGraph:
+            return self._capture(call, progress, known, cuts, budget)
+
+        return Attempts(capture, self.options, blocks_refused(self.options, self.state), earlier)
+
+    def _planned_graph(self, call: Call, graph: StepGraph, progress: Progress, attempt: Attempt) -> Step | Refused:
         refuse_value_run(call, graph)
+        began, earlier = attempt.began, attempt.earlier
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
         progress.bound(until)
@@ -183,30 +188,32 @@ class Planner:
             # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
             failed = error.with_traceback(None)
 
-            def refuse() -> OtherOutputsDropped:
+            def refuse(whole: Sequence[WholeWeight]) -> OtherOutputsDropped:
                 if for_scalars is not None:
                     return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
                 if isinstance(failed, PlanError):
                     raise failed
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(failed, call, graph, later.needed_nbytes, suggest) from None
+                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, whole) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, bool(graph.captured.slices), graph.ranks.plan_together, refuse)
+            return Refused(smallest, refuse)
         step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
 
     def _capture(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, cuts: Cuts = WHOLE
-    ) -> StepGraph:
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, cuts: Cuts = WHOLE,
+        budget: int | None = None,
+    ) -> StepGraph:  # fmt: skip
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
+        target = partial(self._current_target, budget)
         with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused, cuts=cuts)
+            return capture_step(call, target, self.state, self.options, reused, cuts=cuts)
 
-    def _current_target(self) -> Target:
+    def _current_target(self, budget: int | None = None) -> Target:
         target = self.targets.current()
         self.state.move_to(target.location)
-        return target
+        return target if budget is None else replace(target, budget=budget)
 
     def _step(self, graph: StepGraph, machine: Machine, result: PlanResult, later: LaterStep, began: float) -> Step:
         """Return the step that carries out a plan, with what its later runs need."""

@@ -20,6 +20,7 @@ from rich.text import Text
 from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
+from passes.slices.whole_weight import reason_lines
 
 from .remedies import remedies
 from .repeatability import repeatability
@@ -146,12 +147,16 @@ def _sliced(report: ReportData) -> list[str]:
 
 
 def _in_blocks(report: ReportData) -> list[str]:
-    """Show the weights that come in blocks of rows."""
+    """Show the weights that come in blocks of rows, and why others don't."""
     lines = [
         f"  {row.weight}: {row.blocks} blocks of {row.rows} rows" + "; sums over them round differently" * row.rounds
         for row in report.row_blocks
     ]
-    return ["weights that come, and whose gradients go, in blocks of rows:", *lines] if lines else []
+    whole = reason_lines(report.whole_weights)
+    return [
+        *(["weights that come, and whose gradients go, in blocks of rows:", *lines] if lines else []),
+        *(["large weights that stay whole:", *whole] if whole else []),
+    ]
 
 
 def _adding(report: ReportData) -> list[str]:
