@@ -27,7 +27,7 @@ from passes import BudgetError, PlanResult, make_plan, predict
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 
 from ..options.argument_rules import check_argument
-from ..planning.priced_attempts import PricedStep
+from ..planning.attempts.priced_attempts import PricedStep
 from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes

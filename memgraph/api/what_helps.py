@@ -29,8 +29,8 @@ from ..errors import MemgraphError
 from ..optim.elementwise import is_elementwise
 from ..optim.optimizer_clone import clone_optimizer
 from ..options.compile_options import Budget, CompileArguments
+from ..planning.attempts.priced_attempts import PricedAttempts
 from ..planning.planner import Planner
-from ..planning.priced_attempts import PricedAttempts
 from ..planning.progress import Progress
 from ..report.report import Report
 from ..report.tables import mb_above, ms

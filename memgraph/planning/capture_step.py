@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from passes import Trace
-from passes.slices.whole_weight import Reason
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
@@ -89,20 +88,11 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
 
 def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
-    if target.tier is None or blocks_refused(options, state) is not None:
+    if target.tier is None or options.cuda_graphs is True or state.whole_reason is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
     return BlockRequest(cuts.level, options.slices == "auto", cuts.tries)
-
-
-def blocks_refused(options: CompileOptions, state: OptimizerState) -> Reason | None:
-    """Return the reason why no weight of a step comes in blocks; None if there is none."""
-    if options.cuda_graphs is True:
-        return Reason.RECORDED
-    if state.fused_update is not None:
-        return Reason.FUSED
-    return None if state.sharded is None else Reason.SHARDED
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:

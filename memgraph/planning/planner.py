@@ -14,22 +14,17 @@ from typing import Any
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace
-from passes.slices.whole_weight import WholeWeight
 
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
-from ..slices.step_cuts import WHOLE, Cuts
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
-from .attempts import Attempt, Attempts
-from .budget_error import budget_error, has_time_left, refuse_value_run
+from .attempts import Attempt, Attempts, PricedAttempts, PricedStep, budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
-from .capture_step import blocks_refused, capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
-from .priced_attempts import PricedAttempts, PricedStep
 from .pricing import Pricing
 from .progress import Progress
 from .replan import Replanner
@@ -47,11 +42,11 @@ class Refused:
 
     Attributes:
         smallest: the fewest bytes for which a plan was found.
-        refuse: raises the error, with the weights that stay whole, or returns what is planned instead.
+        refuse: raises the error, with the weights that stay whole in all attempts, or returns what is planned instead.
     """
 
     smallest: int
-    refuse: Callable[[Sequence[WholeWeight]], OtherOutputsDropped]
+    refuse: Callable[[Attempts], OtherOutputsDropped]
 
 
 class Planner:
@@ -157,17 +152,14 @@ class Planner:
             if not isinstance(planned, Refused):
                 return planned
             refused.append(planned)
-        return min(refused, key=lambda each: each.smallest).refuse(attempts.whole)
+        return min(refused, key=lambda each: each.smallest).refuse(attempts)
 
     def _attempts(
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, budget: int | None = None
     ) -> Attempts:
         """Return the attempts at a plan of a call, for the target's budget or another one."""
-
-        def capture(known: EarlierCapture | None, cuts: Cuts) -> StepGraph:
-            return self._capture(call, progress, known, cuts, budget)
-
-        return Attempts(capture, self.options, blocks_refused(self.options, self.state), earlier)
+        target = partial(self._current_target, budget)
+        return Attempts(call, target, self.state, self.options, progress, earlier)
 
     def _planned_graph(self, call: Call, graph: StepGraph, progress: Progress, attempt: Attempt) -> Step | Refused:
         refuse_value_run(call, graph)
@@ -188,27 +180,18 @@ class Planner:
             # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
             failed = error.with_traceback(None)
 
-            def refuse(whole: Sequence[WholeWeight]) -> OtherOutputsDropped:
+            def refuse(attempts: Attempts) -> OtherOutputsDropped:
                 if for_scalars is not None:
                     return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
                 if isinstance(failed, PlanError):
                     raise failed
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, whole) from None
+                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, attempts.whole) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
             return Refused(smallest, refuse)
         step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
-
-    def _capture(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, cuts: Cuts = WHOLE,
-        budget: int | None = None,
-    ) -> StepGraph:  # fmt: skip
-        reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
-        target = partial(self._current_target, budget)
-        with progress.capturing():
-            return capture_step(call, target, self.state, self.options, reused, cuts=cuts)
 
     def _current_target(self, budget: int | None = None) -> Target:
         target = self.targets.current()

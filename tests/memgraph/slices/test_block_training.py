@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.planning import attempts
+from memgraph.planning.attempts import attempts
 from memgraph.slices.step_cuts import ATTEMPTS, WHOLE
 from tests.support.block_models import WORDS, Words, words
 from tests.support.smallest_budget import smallest_of

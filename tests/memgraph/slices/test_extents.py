@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import attempts
+from memgraph.planning.attempts import attempts
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.slices.step_cuts import ATTEMPTS
 from tests.support.compare import same_gradients

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 
 from passes.slices.whole_weight import Reason, WholeWeight
 
-from ..options.compile_options import CompileOptions
-from ..slices.step_blocks import refused_weights
-from ..slices.step_cuts import ATTEMPTS, Cuts
-from .capture_cache import EarlierCapture
-from .step_graph import StepGraph
-
-Capture = Callable[[EarlierCapture | None, Cuts], StepGraph]
+from ...options.compile_options import CompileOptions
+from ...slices.step_blocks import refused_weights
+from ...slices.step_cuts import ATTEMPTS, Cuts
+from ..capture_cache import EarlierCapture
+from ..capture_step import capture_step
+from ..optimizer_state import OptimizerState
+from ..progress import Progress
+from ..step_graph import Call, StepGraph
+from ..target import Target
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,12 @@ class Attempts:
     """
 
     def __init__(
-        self, capture: Capture, options: CompileOptions, refused: Reason | None, earlier: EarlierCapture | None = None
-    ) -> None:
-        """Begin.
-
-        Args:
-            refused: the reason why no weight of the step comes in blocks.
-            earlier: a capture of the same call.
-        """
-        self.capture, self.options, self.refused, self.earlier = capture, options, refused, earlier
+        self, call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions,
+        progress: Progress, earlier: EarlierCapture | None = None,
+    ) -> None:  # fmt: skip
+        """Begin; `earlier` is a capture of the same call."""
+        self.call, self.target, self.state, self.options = call, target, state, options
+        self.progress, self.earlier = progress, earlier
         self.whole: tuple[WholeWeight, ...] = ()
 
     def __iter__(self) -> Iterator[Attempt]:
@@ -67,7 +66,7 @@ class Attempts:
             if first is not None and not self._may_help(cuts, first):
                 continue
             earlier, began = self.earlier, time.perf_counter()
-            graph = self.capture(earlier, cuts)
+            graph = self._capture(earlier, cuts)
             first, self.whole = first or graph, graph.captured.whole_weights
             # The graph is that of another step if it is in slices, or has updates.
             self.earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
@@ -82,6 +81,12 @@ class Attempts:
             return False
         if not cuts.level:
             return self.options.slices == "auto" and (cuts.extent != "whole" or bool(first.captured.slices))
-        if self.refused is not None:
-            self.whole = refused_weights(first.captured, self.refused)
-        return self.refused is None and first.target.tier is not None
+        refused = Reason.RECORDED if self.options.cuda_graphs is True else self.state.whole_reason
+        if refused is not None:
+            self.whole = refused_weights(first.captured, refused)
+        return refused is None and first.target.tier is not None
+
+    def _capture(self, earlier: EarlierCapture | None, cuts: Cuts) -> StepGraph:
+        reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
+        with self.progress.capturing():
+            return capture_step(self.call, self.target, self.state, self.options, reused, cuts=cuts)

@@ -15,12 +15,12 @@ import passes
 from passes import Machine
 from passes.slices.whole_weight import WholeWeight, reason_lines
 
-from ..errors import BudgetError
-from ..microbatch.advice import suggest_microbatches
-from ..profile.memory_meter import resident_bytes
-from ..system.locks import capturing
-from ..tensors.pytree import flatten, tensors_of
-from .step_graph import Call, StepGraph
+from ...errors import BudgetError
+from ...microbatch.advice import suggest_microbatches
+from ...profile.memory_meter import resident_bytes
+from ...system.locks import capturing
+from ...tensors.pytree import flatten, tensors_of
+from ..step_graph import Call, StepGraph
 
 FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
 MUCH = 0.1  # share of the smallest budget from which on a weight that stays whole is named

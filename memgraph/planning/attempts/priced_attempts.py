@@ -13,10 +13,10 @@ import torch
 
 from passes import Machine, Trace
 
-from ..system.planning_process import planning
+from ...system.planning_process import planning
+from ..capture_cache import EarlierCapture
+from ..step_graph import StepGraph
 from .attempts import Attempt, Attempts
-from .capture_cache import EarlierCapture
-from .step_graph import StepGraph
 
 
 @dataclass(frozen=True)
