@@ -219,11 +219,18 @@ def _proven(report: ReportData) -> list[str]:
         return []
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
+    of = _class_cuts(report)
     if not adds:
-        return [f"proven: only that no plan is faster than the step as it is; this one is {report.gap:.1%} above"]
+        return [f"proven: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
     each = "in which each value is recomputed and reloaded at most once"
     which = each if single else "that recomputes in backward only, however often,"
-    return [f"proven: no plan {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+    return [f"proven: no plan{of} {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+
+
+def _class_cuts(report: ReportData) -> str:
+    """Name what plans of the bound's class have in common with this one: other slices and blocks are not in it."""
+    cuts = ["slices"] * bool(report.slices) + ["blocks of rows"] * bool(report.row_blocks)
+    return f" with these {' and '.join(cuts)}" if cuts else ""
 
 
 def _greedy(report: ReportData) -> list[str]:

@@ -67,3 +67,11 @@ def test_a_report_says_so_and_is_read_back() -> None:
 
 def test_a_report_of_whole_weights_that_fit_names_none() -> None:
     assert plan(counted(), 1 << 30).whole_weights == ()
+
+
+def test_the_bound_is_one_of_plans_with_the_same_blocks() -> None:
+    model = Words()
+    report = plan(model, WORDS * WIDTH * 4, accumulate=False)
+    assert report.row_blocks and "proven: " in str(report)
+    assert "plan with these blocks of rows " in str(report)
+    assert "with these" not in str(plan(model, 16 << 20, accumulate=False))
