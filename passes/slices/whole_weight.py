@@ -13,7 +13,7 @@ NAMED = 3  # weights of one reason that are named
 
 
 class Reason(StrEnum):
-    """What keeps a weight whole; `TEXTS` says it in words."""
+    """The kind of a reason; `TEXTS` has its words."""
 
     LAYOUT = "layout"
     CAST = "cast"

@@ -37,7 +37,7 @@ class Attempt:
 
     @property
     def cuts(self) -> object:
-        """What is cut: graphs of a call that cut the same are the same."""
+        """The slices and the blocks: graphs of a call with the same ones are the same."""
         captured = self.graph.captured
         return captured.slices, tuple(captured.blocks.items())
 

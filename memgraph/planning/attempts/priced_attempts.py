@@ -24,7 +24,7 @@ class PricedStep:
     """A step to plan.
 
     Attributes:
-        cuts: what is cut; steps of the same call that cut the same are the same.
+        cuts: slices and blocks; steps of the same call with the same ones are the same.
     """
 
     trace: Trace
@@ -48,7 +48,7 @@ class PricedAttempts:
         self.attempts, self.price, self.device, self.by_budget = attempts, price, device, by_budget
         self.earlier: EarlierCapture | None = None
         self.known: dict[object, tuple[Trace, Machine]] = {}  # by what is cut
-        self.begun: dict[int, tuple[list[PricedStep], Iterator[Attempt]]] = {}
+        self.started: dict[int, tuple[list[PricedStep], Iterator[Attempt]]] = {}
 
     def __call__(self, budget: int) -> Iterator[PricedStep]:
         """Yield the steps to plan for a budget, in their order.
@@ -58,9 +58,9 @@ class PricedAttempts:
             FusedError: updates run in backward, and the loss is not part of the step.
         """
         key = budget if self.by_budget else 0
-        if key not in self.begun:
-            self.begun[key] = [], iter(self.attempts(self.earlier, budget))
-        found, rest = self.begun[key]
+        if key not in self.started:
+            self.started[key] = [], iter(self.attempts(self.earlier, budget))
+        found, rest = self.started[key]
         for i in itertools.count():
             if i == len(found) and not self._add_next(found, rest):
                 return

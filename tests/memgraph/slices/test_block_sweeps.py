@@ -36,7 +36,8 @@ def test_a_sweep_goes_below_what_whole_weights_need() -> None:
 
 def test_a_sweep_slices_no_step_that_fits() -> None:
     torch.manual_seed(0)
-    model, options = headed(), {"slices": "auto", "offload": None, "time_limit": 0}
+    options: dict[str, Any] = {"slices": "auto", "offload": None, "time_limit": 0}
+    model = headed()
     found = memgraph.sweep(model, *batch(), budgets=["1GB", 1], **options)
     assert found.needs == memgraph.plan(model, *batch(), budget="1GB", **options).peak
     report = memgraph.plan(model, *batch(), budget=found.smallest, **options)

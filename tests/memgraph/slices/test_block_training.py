@@ -146,6 +146,27 @@ def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
     Pair(make, budget, **options).train(parts_in_turn(count))
 
 
+def test_gradients_of_micro_batches_accumulate() -> None:
+    def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        for part in range(2):
+            before = [p.grad for p in model.parameters()]
+            batches = [x.roll(part) for x in batch]
+            if isinstance(model, memgraph.CompiledModule):
+                model(*batches).backward()
+                continue
+            model.zero_grad()
+            for now, then in zip(*(x.tensor_split(2) for x in batches), strict=True):
+                (model(now, then) * 0.5).backward()
+            for p, grad in zip(model.parameters(), before, strict=True):  # micro-batches are added up first
+                p.grad = p.grad if grad is None or p.grad is None else grad + p.grad
+        optimizer.step()
+        return torch.zeros(())
+
+    options: dict[str, Any] = {"microbatches": 2, "reduction": "mean", "accumulate": True}
+    Pair(budget=WORDS * 1024, **options).train(accumulated)
+
+
 def test_blocks_of_two_open_forwards() -> None:
     def twice(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
