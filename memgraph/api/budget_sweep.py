@@ -7,14 +7,15 @@
       641 MB     640 MB  7150 ms     +0.8%  ...  knee
       310 MB     310 MB  9800 ms    +38.2%  ...  smallest
 
-The module is captured and priced once, and planned once for each budget.
+The module is captured once, and planned for each budget as `compile` does: with whole weights, and where these do not
+fit, with weights in blocks of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
+from passes import BudgetError, PlanResult, make_plan, predict
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 
 from ..options.argument_rules import check_argument
+from ..planning.attempts.priced_attempts import PricedStep
 from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes
@@ -33,6 +35,7 @@ from .compiler import make_planner
 from .shapes_only import on_device
 
 POINTS = 12  # between the two ends
+UNLIMITED = 1 << 62
 
 
 def sweep(
@@ -67,56 +70,70 @@ def sweep(
     given = check_argument("budgets", budgets)  # all of them, before anything is captured
     wanted = given and [budget_nbytes(check_argument("budget", one), planner.target.device) for one in given]
     args, kwargs = on_device(planner.module, args, kwargs, microbatches)
-    trace, machine = planner.price(args, kwargs, planner.options.outputs, for_any_budget=True)
     limit = planner.options.time_limit
     seconds = math.inf if limit is None else limit
-    return _BudgetPlans(trace, machine, seconds, planner.options.forwards).sweep(wanted)
+    with Progress() as progress:  # one byte of budget: links are measured
+        steps = planner.priced(args, kwargs, planner.options.outputs, progress, for_any_budget=True)
+        return _BudgetPlans(steps, seconds, planner.options.forwards).sweep(wanted, progress)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plan that a search for a budget found, of a step."""
+
+    budget: int
+    step: PricedStep
+    choice: PlanResult
 
 
 class _BudgetPlans:
-    """The plans of one step for many budgets."""
+    """The plans of one call for many budgets."""
 
-    def __init__(self, trace: Trace, machine: Machine, seconds: float, forwards: int = 1) -> None:
-        self.trace, self.machine, self.seconds, self.forwards = trace, machine, seconds, forwards
-        self.plain = predict(trace, machine)
-        self.smallest = self.most = unplanned_nbytes(trace, machine, forwards)
-        self.plans: list[tuple[int, PlanResult]] = []  # with the budget of each search
+    def __init__(self, steps: Callable[[int], Iterator[PricedStep]], seconds: float, forwards: int = 1) -> None:
+        self.steps, self.seconds, self.forwards = steps, seconds, forwards
+        plain = next(steps(UNLIMITED))
+        self.plain = predict(plain.trace, plain.machine)
+        self.smallest = self.most = unplanned_nbytes(plain.trace, plain.machine, forwards)
+        self.device = plain.machine.device
+        self.plans: list[_Found] = []
 
-    def sweep(self, budgets: Sequence[int] | None) -> Sweep:
-        with Progress() as progress:
-            self._try(1)  # finds the smallest budget
-            wanted = set(self._spread() if budgets is None else budgets)
-            progress.phase("planning for each budget", len(wanted))
-            for budget in sorted(wanted):
-                self._try(budget)
-                progress.done()
+    def sweep(self, budgets: Sequence[int] | None, progress: Progress) -> Sweep:
+        self._try(1)  # finds the smallest budget
+        wanted = set(self._spread() if budgets is None else budgets)
+        progress.phase("planning for each budget", len(wanted))
+        for budget in sorted(wanted):
+            self._try(budget)
+            progress.done()
         if budgets is None:
             wanted.add(self.smallest)
         points = tuple(map(self._point, sorted(wanted, reverse=True)))
-        greedy = any(choice.greedy for _, choice in self.plans)
-        return Sweep(points, self.smallest, self.most, self.plain.us, self.machine.device, greedy)
+        greedy = any(found.choice.greedy for found in self.plans)
+        return Sweep(points, self.smallest, self.most, self.plain.us, self.device, greedy)
 
     def _spread(self) -> list[int]:
         least, most = self.smallest, self.most
         return [least + (most - least) * i // (POINTS + 1) for i in range(POINTS + 2)]
 
     def _try(self, budget: int) -> None:
-        try:
-            search = partial(make_plan, seconds=self.seconds)
-            choice = plan_forwards(self.trace, replace(self.machine, budget=budget), self.forwards, search)
-        except BudgetError as error:
-            self.smallest = min(self.smallest, error.smallest)
-        else:
-            self.smallest = min(self.smallest, choice.forecast.peak)
-            self.plans.append((budget, choice))
+        """Plan as `compile` does: the first step counts for which there is a plan."""
+        for step in self.steps(budget):
+            try:
+                search = partial(make_plan, seconds=self.seconds)
+                choice = plan_forwards(step.trace, replace(step.machine, budget=budget), self.forwards, search)
+            except BudgetError as error:
+                self.smallest = min(self.smallest, error.smallest)
+            else:
+                self.smallest = min(self.smallest, choice.forecast.peak)
+                self.plans.append(_Found(budget, step, choice))
+                return
 
     def _point(self, budget: int) -> Point:
-        """Return the fastest plan that fits, with all bounds proven for this budget or a larger one."""
-        fits = [choice for _, choice in self.plans if choice.forecast.peak <= budget]
+        """Return the fastest plan that fits, with all bounds proven for its step and this budget or a larger one."""
+        fits = [found for found in self.plans if found.choice.forecast.peak <= budget]
         if not fits:
             return point_of_refusal(budget, self.smallest, self.plain.us)
-        best = min(fits, key=lambda choice: (choice.forecast.us, len(choice.plan)))
-        proven = [choice for tried, choice in self.plans if tried >= budget]
+        best = min(fits, key=lambda found: (found.choice.forecast.us, len(found.choice.plan)))
+        proven = [each.choice for each in self.plans if each.budget >= budget and each.step.cuts == best.step.cuts]
         bound_us = max((choice.bound_us for choice in proven), default=0.0)
         any_us = max((choice.any_us for choice in proven), default=0.0)
-        return point_of_plan(budget, replace(best, bound_us=bound_us, any_us=any_us))
+        return point_of_plan(budget, replace(best.choice, bound_us=bound_us, any_us=any_us))

@@ -30,7 +30,7 @@ def unplanned(
     """
     planner = make_planner(model, 1.0, optimizer=optimizer, loss=loss, offload=None, lower=None)
     args, kwargs = on_device(planner.module, args, kwargs, 1)
-    trace, machine = planner.price(args, kwargs, planner.options.outputs, for_any_budget=True)
-    forecast = predict(trace, machine)
-    needed = replace(machine, budget=forecast.peak)
+    step = planner.price(args, kwargs, planner.options.outputs, for_any_budget=True)
+    forecast = predict(step.trace, step.machine)
+    needed = replace(step.machine, budget=forecast.peak)
     return Report(needed, PlanResult((), forecast, forecast), counted=optimizer is not None)

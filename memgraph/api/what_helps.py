@@ -29,7 +29,9 @@ from ..errors import MemgraphError
 from ..optim.elementwise import is_elementwise
 from ..optim.optimizer_clone import clone_optimizer
 from ..options.compile_options import Budget, CompileArguments
+from ..planning.attempts.priced_attempts import PricedAttempts
 from ..planning.planner import Planner
+from ..planning.progress import Progress
 from ..report.report import Report
 from ..report.tables import mb_above, ms
 from .shapes_only import on_device
@@ -121,14 +123,23 @@ class Attempts:
         with suppress(MemgraphError, RuntimeError, TypeError, ValueError):
             planner = self.make(self.model, self.budget, **given)
             args, kwargs = on_device(planner.module, self.args, self.kwargs, given.get("microbatches", 1))
-            trace, machine = planner.price(args, kwargs, planner.options.outputs)
-            try:
-                search = partial(make_plan, passes=QUICK)
-                plan = plan_forwards(trace, machine, planner.options.forwards, search)
-            except BudgetError as error:
-                return Help(option, error.smallest, math.inf, plain_us)
-            return Help(option, plan.forecast.peak, plan.forecast.us, plain_us)
+            with Progress() as progress:
+                steps = planner.priced(args, kwargs, planner.options.outputs, progress)
+                return _quick(steps, planner, option, plain_us)
         return None
+
+
+def _quick(steps: PricedAttempts, planner: Planner, option: str, plain_us: float) -> Help:
+    """Return the forecast of the first quick plan that fits."""
+    search, smallest = partial(make_plan, passes=QUICK), list[int]()
+    for step in steps(planner.target.budget):
+        try:
+            plan = plan_forwards(step.trace, step.machine, planner.options.forwards, search)
+        except BudgetError as error:
+            smallest.append(error.smallest)
+        else:
+            return Help(option, plan.forecast.peak, plan.forecast.us, plain_us)
+    return Help(option, min(smallest), math.inf, plain_us)
 
 
 def with_help(error: BudgetError, helps: Sequence[Help]) -> BudgetError:

@@ -152,13 +152,13 @@ class _Sized:
 
     def _is_likely(self, size: int) -> bool:
         """Guess whether a size fits; without a guess, where a step is not known, it does not."""
-        trace = guessed_trace({size: step.trace for size, step in self.known.items()}, size)
-        if trace is None:
-            return False
-        try:
-            return bool(replace(next(iter(self.known.values())), trace=trace).smallest_plan().peak)
-        except BudgetError:
-            return False
+        steps = self.known
+        while steps:
+            trace = guessed_trace({known: step.trace for known, step in steps.items()}, size)
+            if trace is not None and _fits(replace(next(iter(steps.values())), trace=trace, finer=None)):
+                return True
+            steps = {known: step.finer.known for known, step in steps.items() if step.finer and step.finer.known}
+        return False
 
     def _call(self, sizes: dict[str, int]) -> ModelCall:
         return self.described.call(sizes["batch"], sizes["seq"])
@@ -171,3 +171,10 @@ class _Sized:
         count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
         given = (self.described.title, count, self.given, self.fitting.profile)
         return FitResult(report, *given, sought, found)
+
+
+def _fits(step: FittedStep) -> bool:
+    try:
+        return bool(step.smallest_plan().peak)
+    except BudgetError:
+        return False

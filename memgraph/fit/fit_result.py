@@ -27,6 +27,7 @@ COUNTED_NOT = {
     ),
     "cpu": ("workspaces of kernels other than convolutions", "the interpreter and its libraries"),
 }
+UNTRIED = 'blocks need slices="auto" unless their bits are those of the whole there, which is tried on the device only'
 TIMES = "times are from peak rates, so they are lower limits"
 
 
@@ -81,7 +82,8 @@ class FitResult:
         device = self.profile.title or self.profile.name
         head = f"{self.title}, {self.parameters / 1e6:.1f}M parameters; {', '.join([*sizes, device])}"
         left_out = f"not counted: {'; '.join(self.not_counted)}; {TIMES}"
-        return Group(head, *self._largest(), self.report, "", left_out)
+        tried = [UNTRIED] if self.report.row_blocks else []
+        return Group(head, *self._largest(), self.report, "", *tried, left_out)
 
     def _largest(self) -> list[str]:
         if self.largest is None:

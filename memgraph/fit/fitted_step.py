@@ -9,7 +9,9 @@ Bytes are those of fake tensors, as in any forecast. Times come from the profile
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,12 +20,16 @@ from passes import BudgetError, Machine, PlanResult, Streaming, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
 from passes.pipeline import FITTING
+from passes.slices.row_blocks import LEVELS
 
-from ..optim.update_cost import add_update_op, parameter_values
+from ..graph.captured import Captured
+from ..optim.update_cost import add_update_op, parameter_values, with_windows
+from ..planning.assembly import row_blocks
 from ..planning.search import FITTING_S
 from ..planning.step_graph import StepGraph
 from ..profile.library_workspaces import with_libraries
 from ..report.report import Report
+from ..report.report_data import RowBlocks
 from ..system.device import CPU
 from ..system.planning_process import planning
 from .captured_graph import captured_graph
@@ -37,20 +43,46 @@ USUAL_S = 4.0  # of planning
 
 @dataclass(frozen=True)
 class FittedStep:
-    """A step, priced for a device that is not here."""
+    """A step, priced for a device that is not here.
+
+    Attributes:
+        blocks: weights that come in blocks of rows.
+        finer: the same step with more weights in blocks, and in smaller ones, if it can be made.
+    """
 
     trace: Trace
     machine: Machine
     counted: bool
+    blocks: tuple[RowBlocks, ...] = ()
+    finer: Finer | None = None
 
     def plan(self, seconds: float | None = None) -> Report:
-        """Return the plan of all passes, made in about so many seconds.
+        """Return the plan of all passes, made in about so many seconds, with weights in blocks where it takes these.
 
         By default these are few, and more while nothing fits that could.
 
         Raises:
             BudgetError: none fits.
         """
+        return self._or_finer(partial(FittedStep._whole_plan, seconds=seconds))
+
+    def smallest_plan(self) -> Report:
+        """Return the plan of the quick passes; weights and errors as in `plan`."""
+        return self._or_finer(lambda step: step._report(make_plan(step.trace, step.machine, FITTING)))
+
+    def _or_finer(self, planned: Callable[[FittedStep], Report]) -> Report:
+        try:
+            return planned(self)
+        except BudgetError as error:
+            finer = self.finer and self.finer.step
+            if not finer:
+                raise
+            try:
+                return finer._or_finer(planned)
+            except BudgetError as other:
+                raise min(error, other, key=lambda each: each.smallest) from None
+
+    def _whole_plan(self, seconds: float | None) -> Report:
         try:
             return self._planned(USUAL_S if seconds is None else seconds)
         except BudgetError as error:
@@ -62,12 +94,23 @@ class FittedStep:
     def _planned(self, seconds: float) -> Report:
         return self._report(make_plan(self.trace, self.machine, seconds=seconds, interruptible=True))
 
-    def smallest_plan(self) -> Report:
-        """Return the plan of the quick passes; errors as in `plan`."""
-        return self._report(make_plan(self.trace, self.machine, FITTING))
-
     def _report(self, result: PlanResult) -> Report:
-        return Report(self.machine, result, counted=self.counted)
+        return Report(self.machine, result, counted=self.counted, row_blocks=self.blocks)
+
+
+class Finer:
+    """A step that is made when it is asked for."""
+
+    def __init__(self, make: Callable[[], FittedStep | None]) -> None:
+        self._make: Callable[[], FittedStep | None] | None = make
+        self.known: FittedStep | None = None
+
+    @property
+    def step(self) -> FittedStep | None:
+        """The step; None if there is none."""
+        if self._make is not None:
+            self.known, self._make = self._make(), None
+        return self.known
 
 
 class Fitting:
@@ -84,18 +127,32 @@ class Fitting:
             CaptureError: the model can't be captured.
             UpdateError: the optimizer can't step on tensors without values.
         """
-        model, optimizer, profile = call.model, call.optimizer, self.profile
         with planning(CPU):
-            graph = captured_graph(call, self.budget)
-            trace = in_blocks(graph.summarize(self.prices), profile.block)
-            trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
-            if optimizer is None:
-                return FittedStep(trace, replace(machine, streaming=Streaming(machine.link.works)), counted=False)
-            update = self._update(optimizer)
-            trace = _with_update(trace, graph, model, update, self.prices)
-            if machine.link.works and update.window is not None:
-                machine = replace(machine, streaming=Streaming(True, window=update.window))
+            return self._priced(call, captured_graph(call, self.budget), 0)
+
+    def _priced(self, call: ModelCall, graph: StepGraph, level: int) -> FittedStep:
+        model, optimizer, profile = call.model, call.optimizer, self.profile
+        trace = in_blocks(graph.summarize(self.prices), profile.block)
+        trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
+        finer = Finer(partial(self._in_blocks, call, graph.captured, level + 1)) if level < LEVELS else None
+        rows = row_blocks(graph.captured)
+        if optimizer is None:
+            machine = replace(machine, streaming=Streaming(machine.link.works))
+            return FittedStep(trace, machine, False, rows, finer if machine.link.works else None)
+        update = self._update(optimizer)
+        trace = _with_update(trace, graph, model, update, self.prices)
+        if not machine.link.works or update.window is None:
             return FittedStep(trace, machine, counted=True)
+        machine = replace(machine, streaming=Streaming(True, window=update.window))
+        return FittedStep(with_windows(trace, update.window) if rows else trace, machine, True, rows, finer)
+
+    def _in_blocks(self, call: ModelCall, known: Captured, level: int) -> FittedStep | None:
+        """Return the step with weights in blocks; None if none can be cut further."""
+        with planning(CPU):
+            graph = captured_graph(call, self.budget, known=known.unsliced, level=level)
+            if graph.captured.blocks in ({}, known.blocks):
+                return None
+            return self._priced(call, graph, level)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> FakeUpdate:
         if self._known is None or self._known[0] is not optimizer:

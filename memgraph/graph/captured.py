@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from passes.slices.row_blocks import Rows
 from passes.slices.slice import Slice
+from passes.slices.whole_weight import WholeWeight
 
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
@@ -52,7 +53,8 @@ class Captured:
 
     `blocks`: the graph has an input, and a result for the gradient, for each of these rows of a parameter. `inputs` and
     `outputs` are those of the call, `graph_inputs` and `graph_outputs` those of the graph. Sums over the blocks of
-    `rounded_blocks` round otherwise than on the whole.
+    `rounded_blocks` round otherwise than on the whole. Where blocks were looked for, `whole_weights` are large weights
+    that stay whole.
     """
 
     graph: fx.GraphModule
@@ -81,6 +83,7 @@ class Captured:
     whole_nbytes: int = 0
     blocks: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
     rounded_blocks: frozenset[str] = frozenset()
+    whole_weights: tuple[WholeWeight, ...] = ()
 
     @property
     def graph_inputs(self) -> tuple[Input, ...]:

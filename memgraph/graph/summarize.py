@@ -111,7 +111,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, written:
     drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
     return Op(
         name=node.name,
-        fn=_fn(node),
+        fn=fn_of(node),
         reads=tuple(read.name for read in node.all_input_nodes),
         makes=tuple(makes),
         holds=tuple(dict.fromkeys(holds)),
@@ -129,7 +129,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, written:
     )
 
 
-def _fn(node: fx.Node) -> str:
+def fn_of(node: fx.Node) -> str:
+    """Return the name of an op, or the kind of an input, as a trace has it."""
     if node.op == "placeholder":
         return str(node.meta["kind"])
     if node.op == "get_attr":

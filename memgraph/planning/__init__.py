@@ -7,6 +7,7 @@ target             the device of a module, its budget and its tier
 optimizer_state    the changes that an optimizer makes to a step; here for no optimizer
 optimizers         the same for an optimizer that is counted, fused or sharded
 ranks              the ranks that plan together, or a rank alone
+attempts           the graphs of a call that are tried in turn, and the error where no plan fits any
 step_graph         the graph of a call's step
 capture_step       a call -> the graph of its step
 lengths            steps of many lengths from one with symbols
@@ -15,7 +16,6 @@ search             trace and machine -> a plan
 plan_cache         plans that were found before
 accumulated_step   a plan of the step that adds to gradients
 later_step         the step of the same call once gradients exist
-budget_error       add advice, and the bytes of accumulation, to the BudgetError of passes/pipeline.py
 scalar_outputs     plan for scalar outputs alone where no plan for all fits
 lowering           compile segments of a planned graph with Inductor
 assembly           the plan -> the parts of the step

@@ -84,7 +84,7 @@ class Assembly:
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
             value_run=captured.value_run_nbytes, slices=captured.slices,
-            whole=captured.whole_nbytes, row_blocks=_row_blocks(captured),
+            whole=captured.whole_nbytes, row_blocks=row_blocks(captured), whole_weights=captured.whole_weights,
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -133,6 +133,7 @@ class Assembly:
         return OffloadedSlots(self.state.placement, slots, step.captured, states, unread)
 
 
-def _row_blocks(captured: Captured) -> tuple[RowBlocks, ...]:
+def row_blocks(captured: Captured) -> tuple[RowBlocks, ...]:
+    """Return the weights that come in blocks, for the report."""
     rounded = captured.rounded_blocks
     return tuple(RowBlocks(name, rows[0][1], len(rows), name in rounded) for name, rows in captured.blocks.items())

@@ -54,7 +54,7 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts.level, state)
+        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
@@ -86,14 +86,13 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
     return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
-def _blocks(target: Target, options: CompileOptions, level: int, state: OptimizerState) -> BlockRequest:
+def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
-    is_streamed = target.tier is not None and options.cuda_graphs is not True
-    if not is_streamed or state.fused_update is not None or state.sharded is not None:
+    if target.tier is None or options.cuda_graphs is True or state.whole_reason is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    return BlockRequest(level, options.slices == "auto")
+    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries)
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn, optim
 
 from passes import Machine, Streaming, Trace
+from passes.slices.whole_weight import Reason
 
 from ..graph.captured import Captured
 from ..optim.fused_update import FusedUpdate
@@ -37,6 +38,7 @@ class OptimizerState:
         update: the update whose states may be offloaded.
         keeps_captures: a capture can be used again for the same call with gradients to add to.
         has_other_ranks: the optimizer is shared with other processes.
+        whole_reason: the reason why no weight comes in blocks of rows; None if there is none.
         on_measured: called when the bytes of a step were measured.
     """
 
@@ -47,6 +49,7 @@ class OptimizerState:
     pending_gathers: PendingGathers | None = None
     keeps_captures = True
     has_other_ranks = False
+    whole_reason: Reason | None = None
 
     def __init__(self, module: nn.Module, update: OffloadedUpdate) -> None:
         self.module, self.update, self.placement = module, update, StatePlacement(module)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn, optim
 
 from passes import Machine, Streaming, Trace
+from passes.slices.whole_weight import Reason
 
 from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
@@ -66,6 +67,7 @@ class FusedOptimizer(CountedOptimizer):
     """An optimizer whose updates run in backward."""
 
     keeps_captures = False
+    whole_reason = Reason.FUSED
 
     def __init__(self, module: nn.Module, optimizer: optim.Optimizer, update: OffloadedUpdate) -> None:
         super().__init__(module, optimizer, update)
@@ -85,6 +87,7 @@ class ShardedOptimizer(OptimizerState):
     """An optimizer whose states are sharded over ranks."""
 
     keeps_captures = False
+    whole_reason = Reason.SHARDED
     sharded: OSS
 
     def __init__(self, module: nn.Module, optimizer: OSS) -> None:

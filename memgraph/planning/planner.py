@@ -18,13 +18,11 @@ from passes import BudgetError, Machine, PlanResult, Trace
 from ..errors import CaptureError, PlanError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
-from ..slices.step_cuts import ATTEMPTS, WHOLE, Cuts
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
-from .budget_error import budget_error, has_time_left, refuse_value_run
+from .attempts import Attempt, Attempts, PricedAttempts, PricedStep, budget_error, has_time_left, refuse_value_run
 from .capture_cache import EarlierCapture
-from .capture_step import capture_step
 from .later_step import LaterStep
 from .optimizers import optimizer_state
 from .pricing import Pricing
@@ -44,15 +42,11 @@ class Refused:
 
     Attributes:
         smallest: the fewest bytes for which a plan was found.
-        is_sliced: chains of it run in parts.
-        ranks_agree: it is planned by several ranks, which all have to try the same.
-        refuse: raises the error, or returns what is planned instead.
+        refuse: raises the error, with the weights that stay whole in all attempts, or returns what is planned instead.
     """
 
     smallest: int
-    is_sliced: bool
-    ranks_agree: bool
-    refuse: Callable[[], OtherOutputsDropped]
+    refuse: Callable[[Attempts], OtherOutputsDropped]
 
 
 class Planner:
@@ -86,20 +80,32 @@ class Planner:
 
     def price(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, for_any_budget: bool = False
-    ) -> tuple[Trace, Machine]:
-        """Return the priced trace of a call's step, and the machine that it is planned for.
+    ) -> PricedStep:
+        """Return the priced trace of a call's step, and the machine that it is planned for; as in `priced`."""
+        with Progress() as progress:
+            return next(self.priced(args, kwargs, outputs, progress, for_any_budget)(self.target.budget))
+
+    def priced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, progress: Progress,
+        for_any_budget: bool = False,
+    ) -> PricedAttempts:  # fmt: skip
+        """Return the attempts at a plan of a call for any budget.
 
         Args:
             for_any_budget: True to measure what only a plan needs although the step fits the budget.
 
-        Raises:
+        They raise:
             CaptureError: the module can't be captured.
             FusedError: updates run in backward, and the loss is not part of the step.
         """
-        with planning(self.target.device), Progress() as progress:
-            graph = self._capture(Call(self.module, args, kwargs, outputs, opaque=self.options.opaque), progress)
-            pricing = Pricing(self.module, self.options, self.state, progress, for_any_budget=for_any_budget)
-            return pricing(graph)
+        call = Call(self.module, args, kwargs, outputs, opaque=self.options.opaque)
+
+        def price(graph: StepGraph) -> tuple[Trace, Machine]:
+            graph = replace(graph, target=self.target)
+            return Pricing(self.module, self.options, self.state, progress, for_any_budget=for_any_budget)(graph)
+
+        attempts = partial(self._attempts, call, progress)
+        return PricedAttempts(attempts, price, self.target.device, self.options.slices == "auto")
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
@@ -143,36 +149,27 @@ class Planner:
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None
     ) -> Step | OtherOutputsDropped:
         refused: list[Refused] = []
-        for cuts in ATTEMPTS:
-            if refused and not self._may_help(cuts, refused[0]):
-                continue
-            began = time.perf_counter()
-            graph = self._capture(call, progress, earlier, cuts)
-            if cuts.level and not graph.captured.blocks:
-                break
+        attempts = self._attempts(call, progress, earlier)
+        for attempt in attempts:
             try:
-                planned = self._planned_graph(call, graph, progress, earlier, began)
+                planned = self._planned_graph(call, attempt.graph, progress, attempt)
             except LayoutsDiffer:
-                planned = self._planned_graph(call, graph.with_numbers(), progress, earlier, began)
+                planned = self._planned_graph(call, attempt.graph.with_numbers(), progress, attempt)
             if not isinstance(planned, Refused):
                 return planned
             refused.append(planned)
-            # The graph is that of another step if it is in slices, or has updates.
-            earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
-        return min(refused, key=lambda each: each.smallest).refuse()
+        return min(refused, key=lambda each: each.smallest).refuse(attempts)
 
-    def _may_help(self, cuts: Cuts, first: Refused) -> bool:
-        """Return True if a step that was refused may fit with these cuts."""
-        if first.ranks_agree or self.options.plans:
-            return False
-        if cuts.level:
-            return True
-        return self.options.slices == "auto" and (cuts.extent != "whole" or first.is_sliced)
+    def _attempts(
+        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, budget: int | None = None
+    ) -> Attempts:
+        """Return the attempts at a plan of a call, for the target's budget or another one."""
+        target = partial(self._current_target, budget)
+        return Attempts(call, target, self.state, self.options, progress, earlier)
 
-    def _planned_graph(
-        self, call: Call, graph: StepGraph, progress: Progress, earlier: EarlierCapture | None, began: float
-    ) -> Step | Refused:
+    def _planned_graph(self, call: Call, graph: StepGraph, progress: Progress, attempt: Attempt) -> Step | Refused:
         refuse_value_run(call, graph)
+        began, earlier = attempt.began, attempt.earlier
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
         progress.bound(until)
@@ -189,30 +186,23 @@ class Planner:
             # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
             failed = error.with_traceback(None)
 
-            def refuse() -> OtherOutputsDropped:
+            def refuse(attempts: Attempts) -> OtherOutputsDropped:
                 if for_scalars is not None:
                     return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
                 if isinstance(failed, PlanError):
                     raise failed
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(failed, call, graph, later.needed_nbytes, suggest) from None
+                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, attempts.whole) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, bool(graph.captured.slices), graph.ranks.plan_together, refuse)
+            return Refused(smallest, refuse)
         step = self._step(graph, machine, result, later, began)
         return step if call.nearby is None else step.without_replan()
 
-    def _capture(
-        self, call: Call, progress: Progress, earlier: EarlierCapture | None = None, cuts: Cuts = WHOLE
-    ) -> StepGraph:
-        reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
-        with progress.capturing():
-            return capture_step(call, self._current_target, self.state, self.options, reused, cuts=cuts)
-
-    def _current_target(self) -> Target:
+    def _current_target(self, budget: int | None = None) -> Target:
         target = self.targets.current()
         self.state.move_to(target.location)
-        return target
+        return target if budget is None else replace(target, budget=budget)
 
     def _step(self, graph: StepGraph, machine: Machine, result: PlanResult, later: LaterStep, began: float) -> Step:
         """Return the step that carries out a plan, with what its later runs need."""

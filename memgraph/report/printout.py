@@ -20,6 +20,7 @@ from rich.text import Text
 from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
+from passes.slices.whole_weight import reason_lines
 
 from .remedies import remedies
 from .repeatability import repeatability
@@ -156,12 +157,16 @@ def _sliced(report: ReportData) -> list[str]:
 
 
 def _in_blocks(report: ReportData) -> list[str]:
-    """Show the weights that come in blocks of rows."""
+    """Show the weights that come in blocks of rows, and why others don't."""
     lines = [
         f"  {row.weight}: {row.blocks} blocks of {row.rows} rows" + "; sums over them round differently" * row.rounds
         for row in report.row_blocks
     ]
-    return ["weights that come, and whose gradients go, in blocks of rows:", *lines] if lines else []
+    whole = reason_lines(report.whole_weights)
+    return [
+        *(["weights that come, and whose gradients go, in blocks of rows:", *lines] if lines else []),
+        *(["large weights that stay whole:", *whole] if whole else []),
+    ]
 
 
 def _adding(report: ReportData) -> list[str]:
@@ -224,11 +229,18 @@ def _proven(report: ReportData) -> list[str]:
         return []
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
+    of = _class_cuts(report)
     if not adds:
-        return [f"proven: only that no plan is faster than the step as it is; this one is {report.gap:.1%} above"]
+        return [f"proven: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
     each = "in which each value is recomputed and reloaded at most once"
     which = each if single else "that recomputes in backward only, however often,"
-    return [f"proven: no plan {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+    return [f"proven: no plan{of} {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+
+
+def _class_cuts(report: ReportData) -> str:
+    """Name what plans of the bound's class have in common with this one: other slices and blocks are not in it."""
+    cuts = ["slices"] * bool(report.slices) + ["blocks of rows"] * bool(report.row_blocks)
+    return f" with these {' and '.join(cuts)}" if cuts else ""
 
 
 def _greedy(report: ReportData) -> list[str]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from passes import Forecast, Machine, Plan, PlanResult
 from passes.simulate.arena import Arena, place
 from passes.slices.slice import Slice
+from passes.slices.whole_weight import WholeWeight
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class ReportData:
         slices: chains of ops that run in parts of their rows.
         whole: peak bytes of the step as captured, without slices; 0 if there are none.
         row_blocks: weights that come in blocks of rows.
+        whole_weights: large weights that stay whole, where blocks of rows were looked for.
         value_run: bytes that the plain forward allocated, once, to find them.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
@@ -126,6 +128,7 @@ class ReportData:
     slices: tuple[Slice, ...] = ()
     whole: int = 0
     row_blocks: tuple[RowBlocks, ...] = ()
+    whole_weights: tuple[WholeWeight, ...] = ()
     value_run: int = 0
     unmeasured: str = ""
 

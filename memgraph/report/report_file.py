@@ -11,12 +11,15 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from passes import BrokenTrace, Forecast, parse, predict
+from passes.slices.whole_weight import WholeWeight
 
 from ..errors import PlanError
 from .report_data import Assumption, OpaqueRow, ReportData, RowBlocks
 from .saved_plan import REPLAN, TYPES, SavedPlan, carried_out, record_plan, typed
 
-ROWS: dict[str, Callable[..., Any]] = {"assumptions": Assumption, "opaque": OpaqueRow, "row_blocks": RowBlocks}
+ROWS: dict[str, Callable[..., Any]] = {
+    "assumptions": Assumption, "opaque": OpaqueRow, "row_blocks": RowBlocks, "whole_weights": WholeWeight
+}  # fmt: skip
 
 SEARCHED = ("greedy", "interrupted")  # facts of the search
 

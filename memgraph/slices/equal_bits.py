@@ -64,10 +64,8 @@ def _alone(op: fx.Node, weight: Weight) -> tuple[fx.Graph, Weight]:
     for node in (*(view for view in weight.views if view in op.all_input_nodes), op):
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output((env[op],)).meta["kinds"] = ("output",)
-    is_gradient = op is weight.gradient
-    views = tuple(env[view] for view in weight.views if view in env)
-    reads, gradient = (() if is_gradient else (env[op],)), (env[op] if is_gradient else None)
-    return graph, Weight(env[weight.node], views, reads, gradient)
+    views, own = tuple(env[view] for view in weight.views if view in env), (env[op],)
+    return graph, Weight(env[weight.node], views, *(((), own) if op in weight.terms else (own, ())))
 
 
 def _random(fake: Tensor, rows: int, random: torch.Generator) -> Tensor:

@@ -53,6 +53,7 @@ class _Writer:
     Attributes:
         env: maps nodes of the old graph to those of the new one.
         parts: maps weights and their gradients to their blocks.
+        waiting: sums that make gradients, and their terms: these are made where the last sum is, for no micro-batch.
     """
 
     def __init__(self, graph: fx.Graph, blocks: Blocks) -> None:
@@ -63,6 +64,8 @@ class _Writer:
         self.views = {view: weight.node for weight in blocks for view in weight.views}
         self.reads = {read: weight.node for weight in blocks for read in weight.reads}
         self.gradients = {weight.gradient: rows for weight, rows in blocks.items() if weight.gradient is not None}
+        self.sums = {node for weight in blocks for node in weight.sums}
+        self.waiting = self.sums | {node for weight in blocks for node in weight.terms if weight.sums}
 
     def add(self, node: fx.Node) -> None:
         """Add what stands for a node of the old graph."""
@@ -74,7 +77,7 @@ class _Writer:
             self.parts[node] = [self._gradient(node, k, rows) for k, rows in enumerate(self.gradients[node], 1)]
         elif node.op == "output":
             self._output(node)
-        elif node not in self.views:
+        elif node not in self.views and node not in self.waiting:
             self.env[node] = self.new.node_copy(node, self.env.__getitem__)
             self.env[node].name, self.env[node].meta = node.name, dict(node.meta)
 
@@ -116,16 +119,22 @@ class _Writer:
         return total
 
     def _gradient(self, node: fx.Node, k: int, rows: Rows) -> fx.Node:
+        """Add the ops that make a block of a gradient, each sum behind its terms, before the next block."""
+        if node in self.sums:
+            part = self._call(node, node.target, *(self._gradient(term, k, rows) for term in node.args))  # type: ignore[arg-type]
+        else:
+            part = self._term(node, rows)
+        part.name = f"{node.name}__rows_{k}"
+        return part
+
+    def _term(self, node: fx.Node, rows: Rows) -> fx.Node:
         if node.target is LOOKUP_GRADIENT:
             dy, indices, _, padding, _ = node.args
             count = rows[1] - rows[0]
             here = self._call(node, INDICES_WITHIN, self.env[indices], rows[0], count, padding)  # type: ignore[index]
-            part = self._call(node, node.target, self.env[dy], here, count, -1, False)  # type: ignore[index]
-        else:
-            left, right = (self.env[argument] for argument in node.args)  # type: ignore[index]
-            part = self._call(node, node.target, self._slice(node, left, 0, rows), right)
-        part.name = f"{node.name}__rows_{k}"
-        return part
+            return self._call(node, node.target, self.env[dy], here, count, -1, False)  # type: ignore[index]
+        left, right = (self.env[argument] for argument in node.args)  # type: ignore[index]
+        return self._call(node, node.target, self._slice(node, left, 0, rows), right)
 
     def _output(self, node: fx.Node) -> None:
         returned: list[fx.Node] = node.args[0]  # type: ignore[assignment]
@@ -152,6 +161,7 @@ class _Writer:
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         self.count += 1  # names of torch's own might be those of ops to come
         new = self.new.create_node("call_function", target, args, kwargs, f"{node.name}__part_{self.count}")
-        new.meta = {name: fact for name, fact in node.meta.items() if name in ("phase", "where")}
+        kept = ("phase", "where", "part") if node not in self.waiting else ("phase", "where")
+        new.meta = {name: fact for name, fact in node.meta.items() if name in kept}
         new.meta["val"] = fake_result(new, self.mode)
         return new

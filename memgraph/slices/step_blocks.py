@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from passes.ir.machine import SMALLEST_STREAMED
 from passes.slices.row_blocks import block_nbytes, block_sizes, rows_of_blocks
+from passes.slices.whole_weight import Reason, WholeWeight
 
 from ..graph.captured import Captured
 from ..storage.spill_file import PAGE
 from .equal_bits import has_equal_bits
 from .row_blocks import in_row_blocks
-from .weights import Weight, weights_by_name
+from .weights import Weight, weights_by_name, whole_weights
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class BlockRequest:
     Attributes:
         level: how many weights are cut, and how finely, as in `passes/slices/row_blocks.py`.
         rounds: weights are cut as well where sums round differently in blocks.
+        tries: False for a device that is not here: its kernels can't be tried, and the largest blocks are taken.
         saved: rows of a block by parameter, in each saved plan.
     """
 
     level: int = 0
     rounds: bool = False
+    tries: bool = True
     saved: tuple[Mapping[str, int], ...] = ()
 
     @property
@@ -41,20 +44,25 @@ class BlockRequest:
 
 
 def in_blocks(captured: Captured, request: BlockRequest) -> Captured:
-    """Return the step with weights in blocks; the step itself if none can be cut."""
+    """Return the step with weights in blocks, and with the reasons of those that stay whole."""
     if not request.is_made:
         return captured
     weights = weights_by_name(captured)
-    sizes = (
-        _saved(weights, request.saved)
-        if request.saved
-        else _chosen(weights, request, _largest_whole(captured, weights))
-    )
-    if not sizes:
-        return captured
-    blocks = {name: rows_of_blocks(weights[name].rows, size) for name, size in sizes.items()}
-    rounded = frozenset(name for name, size in sizes.items() if not has_equal_bits(weights[name], size))
-    return replace(in_row_blocks(captured, blocks, weights), rounded_blocks=rounded)
+    if request.saved:
+        sizes, whole = _saved(weights, request.saved), tuple[WholeWeight, ...]()
+    else:
+        sizes, whole = _chosen(weights, whole_weights(captured), request)
+    if sizes:
+        blocks = {name: rows_of_blocks(weights[name].rows, size) for name, size in sizes.items()}
+        rounded = {name for name, size in sizes.items() if request.tries and not has_equal_bits(weights[name], size)}
+        captured = replace(in_row_blocks(captured, blocks, weights), rounded_blocks=frozenset(rounded))
+    return replace(captured, whole_weights=whole, whole=captured.unsliced)
+
+
+def refused_weights(captured: Captured, refused: Reason) -> tuple[WholeWeight, ...]:
+    """Return the weights for which blocks would be looked for, if they were not `refused` for the whole step."""
+    whole = whole_weights(captured, refused)
+    return tuple(whole[name] for name in _looked_for({}, whole, 1))
 
 
 def _saved(weights: Mapping[str, Weight], plans: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
@@ -67,23 +75,38 @@ def _can_cut(weight: Weight | None, size: int) -> bool:
     return weight is not None and 0 < size < weight.rows and size * weight.row_nbytes % PAGE == 0
 
 
-def _largest_whole(captured: Captured, weights: Mapping[str, Weight]) -> int:
-    """Return the bytes of the largest parameter that can't be cut."""
-    cut = {weight.node for weight in weights.values()}
-    inputs = captured.graph.graph.find_nodes(op="placeholder")
-    return max(
-        (node.meta["val"].nbytes for node in inputs if node.meta["kind"] == "parameter" and node not in cut), default=0
-    )
+def _chosen(
+    weights: Mapping[str, Weight], whole: Mapping[str, WholeWeight], request: BlockRequest
+) -> tuple[dict[str, int], tuple[WholeWeight, ...]]:
+    """Return the rows of a block for each weight that is cut, and the large weights that stay whole.
 
-
-def _chosen(weights: Mapping[str, Weight], request: BlockRequest, whole: int) -> dict[str, int]:
-    """Return the rows of a block for each weight that is cut: the most whose bits are those of the whole."""
+    A block has the most rows whose bits are those of the whole.
+    """
     large = {name: each.value.nbytes for name, each in weights.items() if each.value.nbytes > SMALLEST_STREAMED}
-    chosen = {}
-    for name, most in block_nbytes(large, request.level, whole).items():
-        weight = weights[name]
-        sizes = block_sizes(weight.rows, weight.row_nbytes, most, PAGE)
-        equal = (size for size in sizes if has_equal_bits(weight, size))
-        if size := next(equal, sizes[0] if sizes and request.rounds else 0):
-            chosen[name] = size
-    return chosen
+    largest = max(whole.values(), key=lambda each: each.nbytes, default=None)
+    most = block_nbytes(large, request.level, 0 if largest is None else largest.nbytes)
+    chosen, left = dict[str, int](), list[WholeWeight]()
+    for name in _looked_for(large, whole, request.level):
+        if name in whole:
+            left.append(whole[name])
+        elif name not in most and largest is not None:
+            left.append(WholeWeight(name, large[name], Reason.SMALLER, largest.weight))
+        else:
+            sizes = block_sizes(weights[name].rows, weights[name].row_nbytes, most[name], PAGE)
+            if size := _size(weights[name], sizes, request):
+                chosen[name] = size
+            else:
+                left.append(WholeWeight(name, large[name], Reason.BITS if sizes else Reason.ROWS))
+    return chosen, tuple(left)
+
+
+def _looked_for(large: Mapping[str, int], whole: Mapping[str, WholeWeight], level: int) -> list[str]:
+    """Return the names of all weights, with those that stay whole, that are large enough for blocks."""
+    sizes = {**large, **{name: each.nbytes for name, each in whole.items() if each.nbytes > SMALLEST_STREAMED}}
+    return list(block_nbytes(sizes, level))
+
+
+def _size(weight: Weight, sizes: Sequence[int], request: BlockRequest) -> int:
+    """Return the rows of a block; 0 if none has the bits of the whole, and no sum may round."""
+    equal = (size for size in sizes if not request.tries or has_equal_bits(weight, size))
+    return next(equal, sizes[0] if sizes and request.rounds else 0)

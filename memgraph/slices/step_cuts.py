@@ -19,10 +19,12 @@ class Cuts:
     Attributes:
         extent: how far slices="auto" goes.
         level: how many weights come in blocks of rows, and how small these are.
+        tries: blocks are tried on the device; False for one that is not here.
     """
 
     extent: Extent = "once"
     level: int = 0
+    tries: bool = True
 
 
 WHOLE = Cuts()

@@ -10,4 +10,5 @@ parts        the ops of a block, once for each part
 unroll       the trace in which a slice is carried out
 choose       which chains, in how many parts
 row_blocks   which weights come in blocks of rows, and of how many
+whole_weight why a weight stays whole
 """

@@ -36,10 +36,11 @@ def block_nbytes(weights: Mapping[str, int], level: int, whole: int = 0) -> dict
 
 def block_sizes(rows: int, row_nbytes: int, most_nbytes: int, page: int) -> list[int]:
     """Return numbers of rows that a block may have, the largest first: of each unit, one and as many as there is room
-    for. Each block but the last fills whole pages."""
-    most, of_pages = min(most_nbytes // row_nbytes, rows - 1), page // math.gcd(page, row_nbytes)
-    units = [unit for unit in (math.lcm(unit, of_pages) for unit in UNITS) if unit <= most]
-    return sorted({size for unit in units for size in (unit, most // unit * unit)}, reverse=True)
+    for, or one of the smallest. Each block but the last fills whole pages."""
+    of_pages = page // math.gcd(page, row_nbytes)
+    units = [unit for unit in (math.lcm(unit, of_pages) for unit in UNITS) if unit < rows]
+    most = min(max(most_nbytes // row_nbytes, min(units, default=0)), rows - 1)
+    return sorted({size for unit in units if unit <= most for size in (unit, most // unit * unit)}, reverse=True)
 
 
 def rows_of_blocks(rows: int, size: int) -> tuple[Rows, ...]:

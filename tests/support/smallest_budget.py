@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 
 import memgraph
-from memgraph.planning import budget_error
+from memgraph.planning.attempts import refusal
 
 
 def smallest_of(call: Callable[[], Any]) -> int:
     """Return the smallest budget; advice on micro-batches is disabled, because it captures the call several times."""
     with (
-        mock.patch.object(budget_error, "suggest_microbatches", lambda error, *_: error),
+        mock.patch.object(refusal, "suggest_microbatches", lambda error, *_: error),
         pytest.raises(memgraph.BudgetError) as caught,
     ):
         call()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from memgraph import Sweep
 from memgraph.api.budget_sweep import _BudgetPlans
+from memgraph.planning.attempts.priced_attempts import PricedStep
+from memgraph.planning.progress import Progress
 from passes import Machine, Trace, predict
 from passes.lp import problem
 from tests.support.strategies import machines, traces
@@ -19,6 +21,10 @@ from tests.support.strategies import machines, traces
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
+
+
+def sweep(trace: Trace, machine: Machine, seconds: float, budgets: list[int] | None) -> Sweep:
+    return _BudgetPlans(lambda budget: iter([PricedStep(trace, machine)]), seconds).sweep(budgets, Progress())
 
 
 def check(sweep: Sweep) -> None:
@@ -43,12 +49,12 @@ def test_less_memory_takes_more_time_and_has_a_lower_peak(
     trace: Trace, machine: Machine, shares: list[float], seconds: float
 ) -> None:
     most = predict(trace, machine).peak
-    check(_BudgetPlans(trace, machine, seconds).sweep([1 + int(most * share) for share in shares]))
+    check(sweep(trace, machine, seconds, [1 + int(most * share) for share in shares]))
 
 
 @settings(max_examples=5)
 @given(traces(max_forward=12), machines((3.0,)))
 def test_a_spread_of_budgets_is_no_exception(trace: Trace, machine: Machine) -> None:
-    sweep = _BudgetPlans(trace, machine, 0.0).sweep(None)
-    check(sweep)
-    assert all(point.fits for point in sweep.points)
+    found = sweep(trace, machine, 0.0, None)
+    check(found)
+    assert all(point.fits for point in found.points)

@@ -13,7 +13,8 @@ from torch import nn
 import memgraph
 from memgraph.options import compile_options
 from memgraph.options.compile_options import FIRST_CALL_S
-from memgraph.planning import budget_error, search
+from memgraph.planning import search
+from memgraph.planning.attempts import refusal
 from memgraph.profile import op_profiler
 from memgraph.system.timer import shortest_us
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan
@@ -72,13 +73,13 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
     limit: float | None, few: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(budget_error, "FEW", few)
+    monkeypatch.setattr(refusal, "FEW", few)
 
     def noted(error: BudgetError, *given: Any) -> BudgetError:
         calls.append(given)
         return error
 
-    monkeypatch.setattr(budget_error, "suggest_microbatches", noted)
+    monkeypatch.setattr(refusal, "suggest_microbatches", noted)
     with pytest.raises(memgraph.BudgetError):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
     assert len(calls) == asked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning.attempts import attempts
 from memgraph.slices.step_cuts import ATTEMPTS, WHOLE
 from tests.support.block_models import WORDS, Words, words
 from tests.support.smallest_budget import smallest_of
@@ -31,8 +31,7 @@ def least(make: Make = Words, blocks: bool = True, **options: Any) -> int:
     model = make()
     adam = torch.optim.Adam(model.parameters())
     wishes: dict[str, Any] = {"budget": TINY, "optimizer": adam, "time_limit": 0, **options}
-    attempts = ATTEMPTS if blocks else (WHOLE,)
-    with mock.patch.object(planner, "ATTEMPTS", attempts):
+    with mock.patch.object(attempts, "ATTEMPTS", ATTEMPTS if blocks else (WHOLE,)):
         return int(smallest_of(lambda: memgraph.plan(model, *words(), **wishes)) * SLACK)
 
 
@@ -114,9 +113,71 @@ def test_a_hook_keeps_its_gradient_whole() -> None:
     assert len(seen) == 2 and torch.equal(seen[0], seen[1])
 
 
-def test_a_tied_weight_is_left_whole() -> None:
+def test_a_tied_weight_comes_in_blocks() -> None:
     make = partial(Words, tied=True)
-    assert least(make) == least(make, blocks=False)
+    assert least(make) < 0.6 * least(make, blocks=False)
+    pair = Pair(make, least(make))
+    pair.train()
+    assert [row.weight for row in pair.model.plan.row_blocks] == ["token.weight"]
+
+
+def parts_in_turn(count: int) -> Any:
+    """Return a step of eager's that is that of micro-batches: their gradients add up."""
+
+    def step(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        if isinstance(model, memgraph.CompiledModule):
+            return train(model, optimizer, *batch)
+        optimizer.zero_grad()
+        losses = []
+        for now, then in zip(*(x.tensor_split(count) for x in batch), strict=True):
+            losses.append(model(now, then) * (len(now) / len(batch[0])))
+            losses[-1].backward()
+        optimizer.step()
+        return sum(losses[1:], losses[0]).detach()
+
+    return step
+
+
+@pytest.mark.parametrize(("count", "tied"), [(2, False), (3, True)])
+def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
+    make, options = partial(Words, tied=tied), {"microbatches": count, "reduction": "mean"}
+    budget = WORDS * 1024  # as many bytes as a weight has, which whole weights need more than twice of
+    assert least(make, blocks=False, **options) > 2 * budget
+    Pair(make, budget, **options).train(parts_in_turn(count))
+
+
+def test_gradients_of_micro_batches_accumulate() -> None:
+    def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        for part in range(2):
+            before = [p.grad for p in model.parameters()]
+            batches = [x.roll(part) for x in batch]
+            if isinstance(model, memgraph.CompiledModule):
+                model(*batches).backward()
+                continue
+            model.zero_grad()
+            for now, then in zip(*(x.tensor_split(2) for x in batches), strict=True):
+                (model(now, then) * 0.5).backward()
+            for p, grad in zip(model.parameters(), before, strict=True):  # micro-batches are added up first
+                p.grad = p.grad if grad is None or p.grad is None else grad + p.grad
+        optimizer.step()
+        return torch.zeros(())
+
+    options: dict[str, Any] = {"microbatches": 2, "reduction": "mean", "accumulate": True}
+    Pair(budget=WORDS * 1024, **options).train(accumulated)
+
+
+def test_blocks_of_two_open_forwards() -> None:
+    def twice(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*batch) + model(*(x.roll(1) for x in batch))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    budget = least(forwards=2, accumulate=False)
+    assert budget < least(blocks=False, forwards=2, accumulate=False)
+    Pair(budget=budget, forwards=2, accumulate=False).train(twice)
 
 
 class WithLogits(Words):

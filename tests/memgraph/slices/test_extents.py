@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning.attempts import attempts
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.slices.step_cuts import ATTEMPTS
 from tests.support.compare import same_gradients
@@ -53,7 +53,7 @@ WHOLE = resident_bytes([*beside().parameters(), *batch()]) + 3 * LARGE + GRADIEN
 @pytest.fixture
 def only_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" not try the whole step."""
-    monkeypatch.setattr(planner, "ATTEMPTS", tuple(cuts for cuts in ATTEMPTS if cuts.extent != "whole"))
+    monkeypatch.setattr(attempts, "ATTEMPTS", tuple(cuts for cuts in ATTEMPTS if cuts.extent != "whole"))
 
 
 def smallest(budget: int = WHOLE * 3 // 4) -> int:
@@ -80,7 +80,7 @@ def test_a_step_that_fits_whole_alone_is_planned_whole() -> None:
 
 def test_the_error_names_the_least_budget_of_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     least = smallest()
-    monkeypatch.setattr(planner, "ATTEMPTS", tuple(cuts for cuts in ATTEMPTS if cuts.extent != "whole"))
+    monkeypatch.setattr(attempts, "ATTEMPTS", tuple(cuts for cuts in ATTEMPTS if cuts.extent != "whole"))
     assert least < smallest()
 
 

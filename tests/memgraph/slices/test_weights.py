@@ -11,18 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memgraph.capture.capture import capture, operands
+from memgraph.graph.accumulate_grads import mark_hooked_grads
 from memgraph.graph.captured import Captured
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
+from memgraph.microbatch.microbatches import MicroBatches
 from memgraph.slices.equal_bits import has_equal_bits
 from memgraph.slices.row_blocks import in_row_blocks
 from memgraph.slices.step_blocks import BlockRequest, in_blocks
-from memgraph.slices.weights import weights_by_name
+from memgraph.slices.weights import weights_by_name, whole_weights
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Link, Machine, Stream, Streaming, apply, check, make_plan, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
+from passes.order.microbatch_order import order_like
 from passes.slices.row_blocks import rows_of_blocks
+from passes.slices.whole_weight import Reason
 from tests.support.block_models import WIDTH, WORDS, Projection, Words, words
 
 SIZES = (192, 384, 1536, WORDS - 1)
@@ -31,6 +35,10 @@ SIZES = (192, 384, 1536, WORDS - 1)
 def step(model: nn.Module, *args: Tensor) -> tuple[Captured, list[Tensor]]:
     """Return a captured step, and the tensors that its graph reads."""
     return capture(model, args, {}, wanted=select_losses), [*operands(model, args, {}), torch.tensor(1.0)]
+
+
+def in_parts(count: int) -> nn.Module:
+    return MicroBatches(Words(), count, "mean")
 
 
 def names(model: nn.Module, *args: Tensor) -> set[str]:
@@ -64,24 +72,65 @@ class Returned(Words):
         return super().forward(now, then), self.head.weight * 2
 
 
+class Frequent(Words):
+    """A tied weight, of so many tokens that the terms of its gradient are made of more than it."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+    def forward(self, now: Tensor, then: Tensor) -> Tensor:
+        return super().forward(now.repeat(64), then.repeat(64))
+
+
+class Read(Words):
+    def forward(self, now: Tensor, then: Tensor) -> Tensor:
+        return super().forward(now, then) + self.head.weight.detach().sum()
+
+
 @pytest.mark.parametrize(
     ("make", "whole"),
     [
-        (lambda: Words(tied=True), {"token.weight", "head.weight"}),
-        (Scaled, {"head.weight"}),
-        (Counted, {"token.weight"}),
-        (Half, {"layer.weight", "head.weight"}),
-        (Returned, {"head.weight"}),
+        (Scaled, {"head.weight": (Reason.READ, "aten.pow.Tensor_Scalar")}),
+        (Read, {"head.weight": (Reason.READ, "aten.sum.default")}),
+        (Counted, {"token.weight": (Reason.GRADIENT, "aten.embedding_dense_backward.default")}),
+        (Half, dict.fromkeys(("layer.weight", "head.weight"), (Reason.CAST, "aten._to_copy.default"))),
+        (Returned, {"head.weight": (Reason.READ, "aten.mul.Tensor")}),
+        (Frequent, {"token.weight": (Reason.TERMS, "")}),
     ],
-    ids=["tied", "also read as it is", "scaled by counts", "cast", "returned"],
+    ids=["also read as it is", "summed", "scaled by counts", "cast", "returned", "tied, with many tokens"],
 )
-def test_others_are_left_whole(make: Any, whole: set[str]) -> None:
-    assert names(make(), *words()) == {"token.weight", "layer.weight", "head.weight"} - whole
+def test_others_are_left_whole(make: Any, whole: dict[str, tuple[Reason, str]]) -> None:
+    captured = step(make(), *words())[0]
+    matrices = {name: each for name, each in whole_weights(captured).items() if name.endswith(".weight")}
+    assert {name: (each.reason, each.detail) for name, each in matrices.items()} == whole
+    assert not weights_by_name(captured).keys() & whole.keys()
+
+
+def test_the_gradient_of_a_tied_weight_has_two_terms() -> None:
+    weight = weights_by_name(step(Words(tied=True), *words())[0])["token.weight"]
+    assert len(weight.reads) == 3 and len(weight.terms) == 2 and len(weight.sums) == 1
+
+
+def test_what_changes_before_the_last_term_keeps_a_weight_whole() -> None:
+    captured, _ = step(Words(tied=True), *words())
+    early = weights_by_name(captured)["token.weight"].terms[0]
+    with captured.graph.graph.inserting_after(early):
+        changed = captured.graph.graph.call_function(torch.ops.aten.neg_.default, (early.all_input_nodes[1],))
+    changed.meta = {"val": early.all_input_nodes[1].meta["val"], "phase": "backward"}
+    assert whole_weights(captured)["token.weight"].reason == Reason.WRITTEN
+
+
+def test_a_hook_keeps_a_weight_whole() -> None:
+    captured, _ = step(Words(), *words())
+    mark_hooked_grads(captured, {"head.weight"})
+    assert whole_weights(captured)["head.weight"].reason == Reason.WATCHED
 
 
 def test_no_weight_of_a_convolution_or_a_norm_can_be_cut() -> None:
     net = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Flatten(), nn.LayerNorm(48))
-    assert names(net, torch.randn(2, 4, 8)) == set()
+    captured, _ = step(net, torch.randn(2, 4, 8))
+    assert not weights_by_name(captured)
+    assert {each.reason for each in whole_weights(captured).values()} == {Reason.LAYOUT}
 
 
 def test_frozen_weights_can_be_cut() -> None:
@@ -92,10 +141,14 @@ def test_frozen_weights_can_be_cut() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("make", [Words, lambda: Words(bias=False, padding=2), Projection], ids=["words", "bare", "mm"])
+@pytest.mark.parametrize(
+    "make",
+    [Words, lambda: Words(bias=False, padding=2), Projection, lambda: Words(tied=True), lambda: in_parts(3)],
+    ids=["words", "bare", "mm", "tied", "micro-batches"],
+)
 def test_a_step_in_blocks_computes_what_the_step_does(make: Any, size: int) -> None:
     model = make()
-    captured, tensors = step(model, *(words() if isinstance(model, Words) else (torch.randn(8, WORDS),)))
+    captured, tensors = step(model, *((torch.randn(8, WORDS),) if isinstance(model, Projection) else words()))
     weights = {name: each for name, each in weights_by_name(captured).items() if each.rows == WORDS}
     blocks = {name: rows_of_blocks(WORDS, size) for name in weights}
     cut = in_row_blocks(captured, blocks, weights)
@@ -114,18 +167,19 @@ def test_a_step_in_blocks_computes_what_the_step_does(make: Any, size: int) -> N
         assert torch.equal(joined, whole) if is_equal else torch.allclose(joined, whole, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [Words, lambda: Words(tied=True), lambda: in_parts(2)], ids=["words", "tied", "parts"])
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.0])
-def test_the_law_holds_for_plans_of_a_step_in_blocks(share: float) -> None:
-    captured, _ = step(Words(), *words())
+def test_the_law_holds_for_plans_of_a_step_in_blocks(make: Any, share: float) -> None:
+    captured, _ = step(make(), *words())
     weights = weights_by_name(captured)
-    blocks = {name: rows_of_blocks(weights[name].rows, 384) for name in ("token.weight", "head.weight")}
+    blocks = {name: rows_of_blocks(each.rows, 384) for name, each in weights.items() if each.rows == WORDS}
     graph = in_row_blocks(captured, blocks, weights).graph.graph
     trace, machine = summarize(graph), Machine(1 << 40, link=Link(1000.0, 1000.0), streaming=Streaming(True))
     priced = replace(trace, ops=tuple(op if op.is_input else replace(op, us=100.0) for op in trace.ops))
     least = PlanProblem(ReuseGaps(priced), machine).least_nbytes
     budget = least + int(share * (predict(priced, machine).peak - least)) + (1 << 19)
-    plan = make_plan(priced, replace(machine, budget=budget), seconds=5).plan
-    applied = apply(trace, plan)
+    result = make_plan(priced, replace(machine, budget=budget), seconds=5)
+    applied, plan = apply(order_like(trace, result.captured.trace), result.plan), result.plan
     assert any(isinstance(decision, Stream) for decision in plan)
     assert summarize(rewrite(graph, applied)) == applied
 
@@ -146,14 +200,19 @@ def test_bits_were_tried() -> None:
 def test_what_rounds_is_cut_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, _ = step(Words(), *words())
     monkeypatch.setattr("memgraph.slices.step_blocks.has_equal_bits", lambda weight, size: False)
-    assert not in_blocks(captured, BlockRequest(1)).blocks
+    left = in_blocks(captured, BlockRequest(1))
+    assert not left.blocks and {each.reason for each in left.whole_weights} == {Reason.BITS}
+    assert {each.weight for each in left.whole_weights} == {"token.weight", "head.weight"}
     cut = in_blocks(captured, BlockRequest(1, rounds=True))
     assert cut.rounded_blocks == set(cut.blocks) == {"token.weight", "head.weight"}
 
 
 def test_weights_smaller_than_one_that_stays_whole_are_not_cut() -> None:
-    assert in_blocks(step(Scaled(), *words())[0], BlockRequest(2)).blocks == {}
-    assert in_blocks(step(Words(tied=True), *words())[0], BlockRequest(1)).blocks == {}
+    left = in_blocks(step(Scaled(), *words())[0], BlockRequest(2))
+    assert left.blocks == {}
+    reasons = {each.weight: (each.reason, each.detail) for each in left.whole_weights}
+    assert reasons["token.weight"] == (Reason.SMALLER, "head.weight")
+    assert reasons["head.weight"][0] == Reason.READ and set(reasons) == {"token.weight", "head.weight"}
 
 
 def test_a_saved_plan_has_its_blocks_if_the_step_has_its_weights() -> None:

@@ -44,14 +44,22 @@ def test_no_block_is_all_of_a_weight() -> None:
 
 def test_blocks_fill_whole_pages() -> None:
     assert block_sizes(10_000, 20, 100_000, 4096) == [3072]  # 1,024 rows are 5 pages
-    assert block_sizes(10_000, 6, 30_000, 4096) == []  # 6,144 rows are the fewest that end at a page
+    assert block_sizes(5_000, 6, 30_000, 4096) == []  # 6,144 rows are the fewest that end at a page
+
+
+def test_where_no_block_is_within_the_bytes_it_has_the_fewest_rows() -> None:
+    assert block_sizes(10_000, 6, 30_000, 4096) == [6144]
+    assert block_sizes(4096, 1024, 128 << 10, 4096) == [192]
 
 
 @given(st.integers(2, 100_000), st.integers(1, 1 << 16), st.integers(1, 1 << 30), st.sampled_from([512, 4096]))
-def test_every_size_is_within_its_bytes_and_ends_at_a_page(rows: int, row: int, most: int, page: int) -> None:
-    for size in block_sizes(rows, row, most, page):
-        assert 0 < size < rows and size * row <= most and size * row % page == 0
-        assert size % min(UNITS) == 0
+def test_every_size_is_within_its_bytes_or_the_smallest_and_ends_at_a_page(
+    rows: int, row: int, most: int, page: int
+) -> None:
+    sizes = block_sizes(rows, row, most, page)
+    for size in sizes:
+        assert 0 < size < rows and size * row % page == 0 and size % min(UNITS) == 0
+        assert size * row <= most or sizes == block_sizes(rows, row, 1, page)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))

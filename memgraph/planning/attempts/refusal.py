@@ -9,41 +9,46 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import passes
 from passes import Machine
+from passes.slices.whole_weight import WholeWeight, reason_lines
 
-from ..errors import BudgetError
-from ..microbatch.advice import suggest_microbatches
-from ..profile.memory_meter import resident_bytes
-from ..system.locks import capturing
-from ..tensors.pytree import flatten, tensors_of
-from .step_graph import Call, StepGraph
+from ...errors import BudgetError
+from ...microbatch.advice import suggest_microbatches
+from ...profile.memory_meter import resident_bytes
+from ...system.locks import capturing
+from ...tensors.pytree import flatten, tensors_of
+from ..step_graph import Call, StepGraph
 
 FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
+MUCH = 0.1  # share of the smallest budget from which on a weight that stays whole is named
+STAY_WHOLE = "Weights that stay whole, where blocks of rows were looked for:"
 CAPTURES = 6  # that advice on micro-batches takes
 
 
 def budget_error(
-    error: passes.BudgetError, call: Call, graph: StepGraph, accumulated_nbytes: Callable[[], int], suggest: bool
-) -> BudgetError:
+    error: passes.BudgetError, call: Call, graph: StepGraph, accumulated_nbytes: Callable[[], int], suggest: bool,
+    whole: Sequence[WholeWeight] = (),
+) -> BudgetError:  # fmt: skip
     """Return the error to raise instead of `error`.
 
     Args:
         accumulated_nbytes: returns the bytes that the call needs once gradients exist; 0 if none ever do.
         suggest: try micro-batches, for which the call is captured a few more times.
+        whole: large weights that stay whole where blocks of rows were looked for.
     """
     if suggest:
         error = _with_microbatches(error, call, graph)
     needed = accumulated_nbytes()
     if needed <= error.smallest:
-        return BudgetError(str(error), error.budget, error.smallest)
+        return BudgetError(f"{error}{_reasons(whole, error.smallest)}", error.budget, error.smallest)
     text = (
         "That is for a call that adds to gradients, as with accumulation; one that adds to none needs "
         f"{error.smallest}: accumulate=False plans for that alone."
     )
-    return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
+    return BudgetError(f"{_with_smallest(error, needed)}\n{text}{_reasons(whole, needed)}", error.budget, needed)
 
 
 def refuse_value_run(call: Call, graph: StepGraph) -> None:
@@ -63,6 +68,12 @@ def refuse_value_run(call: Call, graph: StepGraph) -> None:
             "with torch.where or a mask instead",
             budget, needed,
         )  # fmt: skip
+
+
+def _reasons(whole: Sequence[WholeWeight], smallest: int) -> str:
+    """Return lines for the weights whose bytes matter beside the smallest budget."""
+    lines = reason_lines(each for each in whole if each.nbytes >= MUCH * smallest)
+    return "\n".join(["", STAY_WHOLE, *lines]) if lines else ""
 
 
 def _with_microbatches(error: passes.BudgetError, call: Call, graph: StepGraph) -> passes.BudgetError:
