@@ -6,13 +6,16 @@ plan   ->   rewritten graph   ->   compiled segments   ->   two halves, slots in
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
+from passes.schedule.buffer_reuse import reused_buffers, with_buffer_reuse
 
+from ..graph.buffer_reuse import writable
 from ..graph.captured import Captured
 from ..graph.draws.host_draws import draws_on_host
 from ..graph.partition import Partition, partition
@@ -27,7 +30,7 @@ from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
-from ..system.device import return_freed_memory
+from ..system.device import RETURNED, return_freed_memory, returns_freed_memory
 from .lowering import NotLowered, lowering_of
 from .optimizer_state import OptimizerState
 from .pricing import op_profiler
@@ -41,12 +44,14 @@ class AssembledStep:
     parts: StepParts
     report: Report
     lowering: NotLowered
+    reused: Mapping[str, str] = field(default_factory=dict)
 
     def stated(self) -> Report:
         """Return the report at the prices of the lowered step, with the page faults to come."""
         machine = self.report.machine
         choice = self.lowering.restated(self.report.choice, machine)
-        return replace(self.report, choice=choice, pages_us=page_faults_us(choice.forecast, machine))
+        ran = replace(choice.forecast, trace=with_buffer_reuse(choice.forecast.trace, self.reused))
+        return replace(self.report, choice=choice, pages_us=page_faults_us(ran, machine))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +91,11 @@ class Assembly:
             value_run=captured.value_run_nbytes, slices=captured.slices,
             whole=captured.whole_nbytes, row_blocks=row_blocks(captured), whole_weights=captured.whole_weights,
         )  # fmt: skip
+        reused = {}
+        if graph is planned and returns_freed_memory() and target.device.type == "cpu":
+            reused = reused_buffers(result.forecast, writable(graph), RETURNED)
         parts = replace(
-            StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
+            StepParts.of(captured, partition(graph, captured.graph, captured.floats, reused), trace, tier),
             state_slots=self._state_slots(step, graph, result, slots),
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,
@@ -97,7 +105,7 @@ class Assembly:
             generators=drawn_generators(captured.graph, target.device),
             draws_on_host=draws_on_host(captured.graph.graph),
         )
-        return AssembledStep(parts, report, lowering)
+        return AssembledStep(parts, report, lowering, reused)
 
     def _shared(
         self, step: StepGraph, machine: Machine, result: PlanResult, began: float, halves: Partition
