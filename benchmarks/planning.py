@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memgraph.capture.capture import capture
-from memgraph.graph.partition import partition
+from memgraph.graph.halves.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.options.compile_options import CompileOptions

@@ -20,9 +20,7 @@ accumulate_grads    add gradients to .grad inside backward
 fuse_updates        insert parameter updates into backward
 summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
-direct_calls        the code of a half calls ops by what runs them
-buffer_reuse        ops that write into the memory of dead values
-partition           joint graph -> forward and backward GraphModule
+halves              joint graph -> forward and backward GraphModule
 gradient_sums       sums of gradients: those of one parameter, early ones, sums in place
 stage_graph         the graph of one pipeline stage
 inductor            compile segments of a graph

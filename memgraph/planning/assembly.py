@@ -13,12 +13,11 @@ from functools import partial
 from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
-from passes.schedule.buffer_reuse import reused_buffers, with_buffer_reuse
 
-from ..graph.buffer_reuse import writable
 from ..graph.captured import Captured
 from ..graph.draws.host_draws import draws_on_host
-from ..graph.partition import Partition, partition
+from ..graph.halves.buffer_reuse import dead_memory
+from ..graph.halves.partition import Partition, partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates
 from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_parameters
@@ -30,7 +29,7 @@ from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
-from ..system.device import RETURNED, return_freed_memory, returns_freed_memory
+from ..system.device import return_freed_memory
 from .lowering import NotLowered, lowering_of
 from .optimizer_state import OptimizerState
 from .pricing import op_profiler
@@ -50,8 +49,7 @@ class AssembledStep:
         """Return the report at the prices of the lowered step, with the page faults to come."""
         machine = self.report.machine
         choice = self.lowering.restated(self.report.choice, machine)
-        ran = replace(choice.forecast, trace=with_buffer_reuse(choice.forecast.trace, self.reused))
-        return replace(self.report, choice=choice, pages_us=page_faults_us(ran, machine))
+        return replace(self.report, choice=choice, pages_us=page_faults_us(choice.forecast, machine, self.reused))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +89,7 @@ class Assembly:
             value_run=captured.value_run_nbytes, slices=captured.slices,
             whole=captured.whole_nbytes, row_blocks=row_blocks(captured), whole_weights=captured.whole_weights,
         )  # fmt: skip
-        reused = {}
-        if graph is planned and returns_freed_memory() and target.device.type == "cpu":
-            reused = reused_buffers(result.forecast, writable(graph), RETURNED)
+        reused = dead_memory(graph, result.forecast) if graph is planned else {}
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats, reused), trace, tier),
             state_slots=self._state_slots(step, graph, result, slots),

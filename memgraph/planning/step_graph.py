@@ -18,8 +18,8 @@ from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads
 from ..graph.captured import Captured
+from ..graph.halves.partition import Partition
 from ..graph.nodes import returned_values
-from ..graph.partition import Partition
 from ..graph.result_layout import ResultLayout
 from ..graph.rewrite import fake_mode
 from ..graph.summarize import Price, summarize, zero_cost

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from passes import Forecast, Machine, Trace, lifetimes, predict
 from passes.ir.ops import RELOAD
+from passes.schedule.buffer_reuse import with_buffer_reuse
 
 from ..guards.signature import kernel_modes
 from ..system.device import CPU, KEPT, RETURNED, returns_freed_memory
@@ -32,11 +34,15 @@ MAPPED = 2  # glibc's bit in the header of a block that has its own pages
 _known: dict[str, float] = {}
 
 
-def page_faults_us(forecast: Forecast, machine: Machine) -> float:
-    """Return the microseconds by which page faults would make the step longer now."""
+def page_faults_us(forecast: Forecast, machine: Machine, reused: Mapping[str, str]) -> float:
+    """Return the microseconds by which page faults would make the step longer now.
+
+    Args:
+        reused: the dead value into whose memory an op writes, by the op's name.
+    """
     if machine.device != "cpu" or not returns_freed_memory():
         return 0.0
-    fresh, us = fresh_nbytes(forecast.trace), page_fault_us()
+    fresh, us = fresh_nbytes(with_buffer_reuse(forecast.trace, reused)), page_fault_us()
     longer = (replace(op, us=op.us + us * fresh.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
     return predict(replace(forecast.trace, ops=tuple(longer)), machine).us - forecast.us
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecordingError
-from ..graph.partition import Partition
+from ..graph.halves.partition import Partition
 from ..storage.pinned_tier import PinnedLease
 from ..storage.tiers import Tier
 from ..system.device import CPU

@@ -15,7 +15,7 @@ from passes import Plan, Trace
 
 from ..graph.captured import Captured, Output
 from ..graph.fuse_updates import updated_parameters
-from ..graph.partition import Partition, drop_unused
+from ..graph.halves.partition import Partition, drop_unused
 from ..optim.fused_update import FusedUpdate
 from ..optim.tier_slots import OffloadedSlots
 from ..oss.pending_gathers import PendingGathers

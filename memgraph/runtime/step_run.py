@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.guard_ops import GuardFailed
+from ..graph.halves.partition import Partition
 from ..graph.ops import Exchange, UpdateRunner, op_context
-from ..graph.partition import Partition
 from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, resident_bytes
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops

@@ -18,8 +18,8 @@ from passes.stages.rank_bytes import StageBytes
 from passes.stages.timeline import StageTimes
 
 from ..graph.captured import Captured
+from ..graph.halves.partition import INPUTS_OF_BACKWARD, Partition, partition
 from ..graph.nodes import tensors
-from ..graph.partition import INPUTS_OF_BACKWARD, Partition, partition
 from ..graph.rewrite import rewrite
 from ..storage.spill_file import Folder
 from ..storage.tiers import Tier, open_tier

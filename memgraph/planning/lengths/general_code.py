@@ -19,7 +19,7 @@ from ...capture.sizes.at_lengths import Number, SizedValues, graph_at
 from ...capture.sizes.later_graph import LaterGraph
 from ...capture.sizes.size_inputs import name_sizes
 from ...graph.captured import Captured
-from ...graph.partition import Partition, partition
+from ...graph.halves.partition import Partition, partition
 from ...graph.rewrite import rewrite
 from ...tensors.traced_size import SizeArgument
 

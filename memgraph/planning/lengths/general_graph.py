@@ -20,8 +20,8 @@ from passes.ir.ops import is_runtime, verb_of
 
 from ...capture.sizes.at_lengths import SizedValues, copy_at
 from ...graph.captured import Captured
+from ...graph.halves.partition import Partition
 from ...graph.nodes import is_lazy, tensors
-from ...graph.partition import Partition
 from ...graph.result_layout import ResultLayout, layout_in_storage
 from ...graph.summarize import Cost, Price, describe_type, summarize, zero_cost
 from ...profile.op_profiler import is_view

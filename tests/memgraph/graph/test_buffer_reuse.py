@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.graph.buffer_reuse import _keyword, _overload
-from memgraph.planning import assembly
+from memgraph.graph.halves import buffer_reuse
+from memgraph.graph.halves.buffer_reuse import _keyword, _overload
 from passes.schedule.buffer_reuse import reused_buffers
 from tests.support.promise import trial
 from tests.support.sampled_ops import modules_of, ops
@@ -81,8 +81,8 @@ def reused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(assembly, "RETURNED", 1)
-    monkeypatch.setattr(assembly, "reused_buffers", counted)
+    monkeypatch.setattr(buffer_reuse, "RETURNED", 1)
+    monkeypatch.setattr(buffer_reuse, "reused_buffers", counted)
     return counts
 
 

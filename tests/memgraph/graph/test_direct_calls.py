@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memgraph.graph import direct_calls
-from memgraph.graph.direct_calls import DirectCode, direct_call
+from memgraph.graph.halves.direct_calls import DirectCode, direct_call
+from memgraph.graph.halves.partition import partition
 from memgraph.graph.ops import RUN
-from memgraph.graph.partition import partition
 from tests.support.law_models import MODELS, subject
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.graph.partition import partition
+from memgraph.graph.halves.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.graph.partition import drop_unused, zeros_with_strides
+from memgraph.graph.halves.partition import drop_unused, zeros_with_strides
 from memgraph.storage.mapped_storage import buffer_slice_of
 from tests.support.compare import Fact, assert_alike, batch, both, tight
 from tests.support.models import Function

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from memgraph.capture.capture import capture, operands
 from memgraph.graph.captured import Captured
 from memgraph.graph.gradient_sums import gradient_sums
+from memgraph.graph.halves.partition import Partition, partition
 from memgraph.graph.nodes import returned_values
-from memgraph.graph.partition import Partition, partition
 from memgraph.graph.stage_graph import stage_graph
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.tensors.loss_outputs import select_losses

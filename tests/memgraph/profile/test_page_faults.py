@@ -8,16 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.graph.halves import buffer_reuse
 from memgraph.profile import page_faults
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.profile.page_faults import fresh_nbytes, page_faults_us
 from passes import Machine, parse, predict
+from passes.schedule.buffer_reuse import reused_buffers, with_buffer_reuse
 
 ROOT = Path(__file__).parents[3]
 STEP = """
@@ -85,13 +88,20 @@ def step() -> None:
     model, x = Layers(), torch.ones(2048, 1024)
     plain, there = memgraph.plan(model, x, budget=1 << 34).peak, resident_bytes([*model.parameters(), x])
     compiled = memgraph.compile(model, 2 * there + (plain - 2 * there) * 7 // 10, offload=None)
+    reused: list[dict[str, str]] = []
+
+    def noted(*args: Any) -> dict[str, str]:
+        reused.append(reused_buffers(*args))
+        return reused[-1]
+
+    buffer_reuse.reused_buffers = noted
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         model.zero_grad()
         compiled(x).backward()
     given = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    trace = compiled.plan.forecast.trace
-    assert compiled.plan.decisions
+    trace = with_buffer_reuse(compiled.plan.forecast.trace, reused[-1])
+    assert compiled.plan.decisions and reused[-1]
     print(sum(fresh_nbytes(trace).values()) // mmap.PAGESIZE, given)
 
 
@@ -132,10 +142,10 @@ def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(page_faults, "page_fault_us", lambda: 2.0)
     machine = Machine(1 << 30)
     forecast = predict(parse(STEP), machine)
-    assert page_faults_us(forecast, machine) == 6.0
-    assert page_faults_us(forecast, Machine(1 << 30, "cuda")) == 0.0
+    assert page_faults_us(forecast, machine, {}) == 6.0
+    assert page_faults_us(forecast, Machine(1 << 30, "cuda"), {}) == 0.0
     monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: False)
-    assert page_faults_us(forecast, machine) == 0.0
+    assert page_faults_us(forecast, machine, {}) == 0.0
 
 
 def test_a_page_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from memgraph.capture.capture import capture
 from memgraph.graph.captured import Captured
-from memgraph.graph.partition import partition
+from memgraph.graph.halves.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.oss.compiled.insert_all_gather import ForwardBucket, insert_all_gathers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.graph.partition import Partition, partition
+from memgraph.graph.halves.partition import Partition, partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.planning.lengths import general_graph

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
-from ..tensors.traced_number import FloatArgument, NumberNode
-from .aten_shims import COPY_WITH_STRIDES
+from ...tensors.traced_number import FloatArgument, NumberNode
+from ..aten_shims import COPY_WITH_STRIDES
+from ..nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
+from ..ops import accumulate
+from ..summarize import PURE_WHEN_RERUN
 from .buffer_reuse import reuse_buffers, undo_reuse
 from .direct_calls import DirectCode
-from .nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
-from .ops import accumulate
-from .summarize import PURE_WHEN_RERUN
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 NOTHING: Mapping[str, str] = {}

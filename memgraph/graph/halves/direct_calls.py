@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .ops import RUN
+from ..ops import RUN
 
 LINE = re.compile(r"^(    (\w+) = )torch\.ops\.\w+\.\w+\.\w+\(", re.MULTILINE)
 PLACES = (torch._VF, torch.Tensor, torch._C._nn)  # of torch's functions, by the name of the op

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from .nodes import aten
+from passes import Forecast
+from passes.schedule.buffer_reuse import reused_buffers
+
+from ...system.device import RETURNED, returns_freed_memory
+from ..nodes import aten
 
 FUNCTIONAL = "functional"  # in a node's meta: its target without reuse, and the keyword of the memory
 WITH_NUMBER = {  # these run the kernel of two tensors
@@ -31,6 +35,16 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 def copy_into(source: Tensor, *, out: Tensor, **layout: Any) -> Tensor:
     """Do what `clone` and `_to_copy` do, whose own overload for this makes a copy first."""
     return out.copy_(source)
+
+
+def dead_memory(graph: fx.Graph, forecast: Forecast) -> dict[str, str]:
+    """Return the dead value into whose memory each op writes, by name.
+
+    None does where freed memory is kept by the allocator, which gives it to the next values by itself.
+    """
+    if forecast.machine.device != "cpu" or not returns_freed_memory():
+        return {}
+    return reused_buffers(forecast, writable(graph), RETURNED)
 
 
 def writable(graph: fx.Graph) -> frozenset[str]:
