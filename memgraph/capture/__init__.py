@@ -4,7 +4,7 @@ saved                 captures of earlier processes
 capture               capture(): the whole way, as below
 tracer                trace a call until its values and opaque submodules are known
 trace_call            trace a call once, and make its graph
-call                  take a call apart into tensors and constants
+call                  take a call apart; refuse what a captured step would lose
 fake_tensors          fake tensors, torch's modes and random generators around a trace
 constant_fake_mode    fake tensors with known values where no input affects them
 values                values that Python asks for

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..graph.captured import Captured
 from ..opaque.chosen_parts import OpaqueParts
 from ..tensors.loss_outputs import OutputSelector, select_all
-from .call import Call
+from .call.call import Call
 from .constants import share_literals
 from .floats.float_inputs import FloatInputs
 from .sizes.size_inputs import SizeInputs

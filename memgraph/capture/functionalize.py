@@ -27,7 +27,7 @@ from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
 from ..graph.tensor_numbers import CopiedNumbers
 from ..tensors.traced_size import with_sizes
-from .call import Call
+from .call.call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
 from .fake_tensors import without_autocast

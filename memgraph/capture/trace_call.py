@@ -20,7 +20,7 @@ from ..graph.gradient_sums import sum_grads_early
 from ..opaque.recorder import Recorder
 from ..tensors.loss_outputs import OutputSelector
 from .assemble import assemble, with_floats, with_guards
-from .call import Call
+from .call.call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
 from .fake_tensors import fake_mode_context

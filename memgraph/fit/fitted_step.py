@@ -24,7 +24,6 @@ from passes.slices.row_blocks import LEVELS
 
 from ..graph.captured import Captured
 from ..optim.update_cost import add_update_op, parameter_values, with_windows
-from ..planning.assembly import row_blocks
 from ..planning.search import FITTING_S
 from ..planning.step_graph import StepGraph
 from ..profile.library_workspaces import with_libraries
@@ -135,7 +134,7 @@ class Fitting:
         trace = in_blocks(graph.summarize(self.prices), profile.block)
         trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
         finer = Finer(partial(self._in_blocks, call, graph.captured, level + 1)) if level < LEVELS else None
-        rows = row_blocks(graph.captured)
+        rows = graph.captured.row_blocks
         if optimizer is None:
             machine = replace(machine, streaming=Streaming(machine.link.works))
             return FittedStep(trace, machine, False, rows, finer if machine.link.works else None)

@@ -16,6 +16,7 @@ from passes.slices.row_blocks import Rows
 from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
+from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
@@ -84,6 +85,13 @@ class Captured:
     blocks: Mapping[str, tuple[Rows, ...]] = field(default_factory=dict)
     rounded_blocks: frozenset[str] = frozenset()
     whole_weights: tuple[WholeWeight, ...] = ()
+
+    @property
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        """The weights that come in blocks, as reports list them."""
+        return tuple(
+            RowBlocks(name, rows[0][1], len(rows), name in self.rounded_blocks) for name, rows in self.blocks.items()
+        )
 
     @property
     def graph_inputs(self) -> tuple[Input, ...]:

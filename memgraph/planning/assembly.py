@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from passes import Machine, PlanResult, Stream
 
-from ..graph.captured import Captured
 from ..graph.draws.host_draws import draws_on_host
 from ..graph.halves.buffer_reuse import dead_memory
 from ..graph.halves.partition import Partition, partition
@@ -24,7 +23,6 @@ from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_para
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..report.report import Report
-from ..report.report_data import RowBlocks
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
@@ -87,7 +85,7 @@ class Assembly:
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
             value_run=captured.value_run_nbytes, slices=captured.slices,
-            whole=captured.whole_nbytes, row_blocks=row_blocks(captured), whole_weights=captured.whole_weights,
+            whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
         )  # fmt: skip
         reused = dead_memory(graph, result.forecast) if graph is planned else {}
         parts = replace(
@@ -135,9 +133,3 @@ class Assembly:
         states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.parts)
         unread = unread_parameters(graph, step.captured)
         return OffloadedSlots(self.state.placement, slots, step.captured, states, unread)
-
-
-def row_blocks(captured: Captured) -> tuple[RowBlocks, ...]:
-    """Return the weights that come in blocks, for the report."""
-    rounded = captured.rounded_blocks
-    return tuple(RowBlocks(name, rows[0][1], len(rows), name in rounded) for name, rows in captured.blocks.items())

@@ -10,8 +10,11 @@ gives a time at which to stop.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -92,7 +95,8 @@ class LPSolver(LinearProgram):
         """`until`: the `time.monotonic` at which to stop."""
         super().__init__()
         self.until = until
-        self.highs: Any = highspy.Highs()
+        with _silent():
+            self.highs: Any = highspy.Highs()
         for option, value in OPTIONS.items():
             self.highs.setOptionValue(option, value)
         self.column_count = 0  # columns that HiGHS has
@@ -217,3 +221,19 @@ class LPSolver(LinearProgram):
         status = self.highs.addRows(len(least), *ends, len(columns), starts, columns, values)
         assert status == highspy.HighsStatus.kOk, "HiGHS refuses rows"
         self.rows = []
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what C code prints on standard output: HiGHS 1.16 prints its version when the first model is made."""
+    c = ctypes.CDLL(None)
+    c.fflush(None)
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        c.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ..call import Call
+from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from ..python_state.draw_in_graph import drawing_in_trace
 from ..user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint

@@ -21,7 +21,7 @@ from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_number import ValueNeededError
-from ..call import Call
+from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake

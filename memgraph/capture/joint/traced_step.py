@@ -21,7 +21,7 @@ from ...opaque.traced_parts import TracedParts, find_sums
 from ...tensors.loss_outputs import OutputSelector, reachable_nodes
 from ...tensors.pytree import Spec, flatten
 from ...tensors.traced_size import with_arguments
-from ..call import Call
+from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from ..saved.op_log import OpLog

@@ -28,7 +28,7 @@ from ...guards.signature import kernel_modes
 from ...system.measurement_cache import cache_folder, evict_oldest, read_cached, write_cached
 from ...tensors.layout import has_storage
 from ...tensors.loss_outputs import OutputSelector
-from ..call import Call
+from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..fake_tensors import fake_mode_context
 from ..joint.joint_graph import JointGraph

@@ -26,7 +26,7 @@ from ...graph.nodes import written_arguments
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...system.own_generators import OwnStates, own_generators
 from ...system.python_random import restoring_python_random
-from ..call import Call
+from ..call.call import Call
 from ..python_state.draw_in_graph import drawing_for_real
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..user_checkpoint import without_checkpoint

@@ -1,8 +1,10 @@
-"""HiGHS ends at a signal of the user, in the simplex as well as in a search."""
+"""HiGHS ends at a signal of the user, in the simplex as well as in a search, and prints nothing."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -49,3 +51,22 @@ def test_a_signal_ends_a_search(ctrl_c: None) -> None:
     signal.setitimer(signal.ITIMER_REAL, SOON)
     with pytest.raises(KeyboardInterrupt):
         lp.solve_integers(range(600), {}, LIMITS)
+
+
+def test_nothing_is_printed_where_highs_names_its_version() -> None:
+    """A stand-in prints as HiGHS 1.16 does, from C, through its buffer."""
+    code = """
+import ctypes
+from unittest import mock
+from passes.lp import solver
+real = solver.highspy.Highs
+def loud():
+    ctypes.CDLL(None).puts(b"Running HiGHS")
+    return real()
+print("before")
+with mock.patch.object(solver.highspy, "Highs", loud):
+    solver.LPSolver()
+print("after")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "before\nafter\n"

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from memgraph.capture import trace_call
-from memgraph.capture.call import Call
+from memgraph.capture.call.call import Call
 from memgraph.capture.capture import capture
 from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.saved import capture_files

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..graph.captured import Input
-from ..tensors.pytree import Spec, flatten, tensors_of, unflatten
+from ...graph.captured import Input
+from ...tensors.pytree import Spec, flatten, tensors_of, unflatten
+from .changed_arguments import ArgumentSnapshot
+from .kept_by_hooks import HookSnapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +44,17 @@ class Call:
         return {role.name: value for role, value in zip(self.inputs, values, strict=True) if role.kind != "input"}
 
     def run(self, values: Sequence[Tensor]) -> Any:
-        """Return the result for other inputs. Parameters and buffers are the module's own."""
+        """Return the result for other inputs. Parameters and buffers are the module's own.
+
+        Raises:
+            CaptureError: forward puts something into an argument, or a hook keeps a tensor.
+        """
         pairs = zip(self.tensors, self.inputs, values, strict=True)
         given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
         leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
-        return self.module(*args, **kwargs)
+        arguments, hooks = ArgumentSnapshot(self.module, args, kwargs), HookSnapshot(self.module)
+        with hooks:
+            result = self.module(*args, **kwargs)
+        arguments.refuse_changes()
+        return result

@@ -1,0 +1,6 @@
+"""The call that is captured.
+
+call                  take a call apart into tensors and constants
+changed_arguments     refuse a forward that puts something into its arguments
+kept_by_hooks         refuse forward hooks that keep tensors
+"""
