@@ -26,8 +26,8 @@ def nothing(trace: Trace, machine: Machine) -> PlanResult:
     raise BudgetError("nothing is found", machine.budget, machine.budget + 1)
 
 
-@settings(max_examples=10)
-@given(traces(), st.integers(1, 3), st.sampled_from(LINKS))
+@settings(max_examples=3)
+@given(traces(8), st.integers(1, 3), st.sampled_from(LINKS))
 def test_each_budget_from_that_of_the_smallest_plan_on_has_a_plan(trace: Trace, count: int, link: Link) -> None:
     machine = Machine(1, link=link)
     small = smallest_plan(trace, machine, count)
@@ -40,8 +40,8 @@ def test_each_budget_from_that_of_the_smallest_plan_on_has_a_plan(trace: Trace, 
             assert plan_forwards(trace, replace(machine, budget=budget), count, search).forecast.peak <= budget
 
 
-@settings(max_examples=10)
-@given(traces())
+@settings(max_examples=3)
+@given(traces(8))
 def test_an_error_names_the_bytes_of_the_smallest_plan(trace: Trace) -> None:
     least = smallest_plan(trace, Machine(1), 2).forecast.peak
     assume(trace.boundary < len(trace.ops) and least > 1)
