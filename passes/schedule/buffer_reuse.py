@@ -69,13 +69,18 @@ def _shareable(trace: Trace, smallest: int) -> dict[str, Span]:
     """Return the spans of storages that nothing outside the trace refers to, by the op whose only result they are."""
     kept = trace.held_by(value for _, value in trace.outputs)
     for op in trace.ops:
-        if not (op.fn.startswith("aten.") or op.fn in RELEASING):
+        if not (_is_op_of_torch(op) or op.fn in RELEASING):
             kept |= trace.held_by((op.name, *op.reads))
     return {
         op.name: (op, made, first, last)
         for op, made, first, last in spans(trace)
-        if made.nbytes >= smallest and op.holds == (made.name,) and made.name not in kept
+        if made.nbytes >= smallest and op.holds == (made.name,) and made.name not in kept and _is_op_of_torch(op)
     }
+
+
+def _is_op_of_torch(op: Op) -> bool:
+    """Return True for an op that always returns tensors, and refers to none when it has ended."""
+    return op.fn.startswith("aten.")
 
 
 def _kind(span: Span) -> tuple[str, int]:
