@@ -15,13 +15,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ..ir import ops
 from ..ir.liveness import Span, spans
 from ..ir.trace import Op, Trace
 from ..simulate.forecast import Forecast
-
-# These and aten's ops refer to no tensor that is dead in the trace, as a collective or an opaque part may.
-RELEASING = frozenset({"getitem", ops.OFFLOAD, ops.FREE, ops.RELOAD, ops.WAIT, ops.NARROW, ops.WIDEN, ops.ACCUMULATE})
 
 
 def reused_buffers(forecast: Forecast, writable: Collection[str], smallest: int) -> dict[str, str]:
@@ -66,10 +62,14 @@ def with_buffer_reuse(trace: Trace, reused: Mapping[str, str]) -> Trace:
 
 
 def _shareable(trace: Trace, smallest: int) -> dict[str, Span]:
-    """Return the spans of storages that nothing outside the trace refers to, by the op whose only result they are."""
+    """Return the spans of storages that only torch's ops see, by the op whose only result they are.
+
+    Others may refer to a tensor that is dead in the trace: a copy to the tier, a collective, an opaque part, or an
+    accumulation, whose result is the new gradient itself where `.grad` is None.
+    """
     kept = trace.held_by(value for _, value in trace.outputs)
     for op in trace.ops:
-        if not (_is_op_of_torch(op) or op.fn in RELEASING):
+        if not (_is_op_of_torch(op) or op.fn == "getitem"):
             kept |= trace.held_by((op.name, *op.reads))
     return {
         op.name: (op, made, first, last)

@@ -44,6 +44,8 @@ def test_a_dead_value_of_the_same_size_gives_its_memory() -> None:
         ("c = aten.mm.default(b)", "c = aten.mm.default(b, a)"),
         ("b = aten.gelu.default(a)", "b = memgraph_oss.piece.default(a)"),
         ("a = aten.mm.default(x)", "a = memgraph.opaque(x)"),
+        ("b = aten.gelu.default(a)", "b = memgraph.accumulate(a)"),
+        ("b = aten.gelu.default(a)", "b = memgraph.offload.default(a)"),
         ("return output e", "return output a, output e"),
         ("f = aten.mul.Tensor(t, e)", "f = aten.mul.Tensor(t, a)"),
     ],
