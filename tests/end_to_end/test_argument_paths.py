@@ -18,7 +18,7 @@ from tests.test_layers import MEMGRAPH, box
 
 ROOT = Path(__file__).parents[2]
 STOPS = 8
-USES = {"budget": "passes/pipeline.py", "model": "capture/call.py", "optimizer": "optim/optimizer_profiler.py"}
+USES = {"budget": "passes/pipeline.py", "model": "capture/call/call.py", "optimizer": "optim/optimizer_profiler.py"}
 
 
 @pytest.fixture(scope="module")
