@@ -17,7 +17,7 @@ from passes import make_plan
 from tests.test_layers import MEMGRAPH, box
 
 ROOT = Path(__file__).parents[2]
-STOPS = 8
+STOPS = 9
 USES = {"budget": "passes/pipeline.py", "model": "capture/call/call.py", "optimizer": "optim/optimizer_profiler.py"}
 
 
