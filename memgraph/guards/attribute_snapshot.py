@@ -68,13 +68,11 @@ class AttributeSnapshot:
     def restore(self) -> None:
         """Put back every attribute and every container that changed."""
         for (_, module), before in zip(self.modules, self.attributes, strict=True):
-            if not _is_same(vars(module), before):
+            if not has_same_items(vars(module), before):
                 vars(module).clear()
                 vars(module).update(before)
         for container, before in self.copies.values():
-            if not _is_same(container, before):
-                container.clear()
-                container.extend(before) if isinstance(container, list | deque) else container.update(before)
+            restore_container(container, before)
 
     def refuse_leaks(self, inputs: set[int]) -> None:
         """Raise if forward changed a number on the module, or left a fake tensor there that is not in `inputs` (ids).
@@ -157,7 +155,14 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
 
 
-def _is_same(now: Any, before: Any) -> bool:
+def restore_container(container: Any, before: Any) -> None:
+    """Give a list, dict, set or deque the items of a copy again, if it has others."""
+    if not has_same_items(container, before):
+        container.clear()
+        container.extend(before) if isinstance(container, list | deque) else container.update(before)
+
+
+def has_same_items(now: Any, before: Any) -> bool:
     """Return True if two containers hold the same objects."""
     pairs = zip(_items(now), _items(before), strict=False)
     return len(now) == len(before) and all((a[0] is b[0] or a[0] == b[0]) and a[1] is b[1] for a, b in pairs)

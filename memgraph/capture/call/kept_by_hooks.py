@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
+from ...guards.attribute_snapshot import RESTORED, has_same_items, restore_container
 from ...system.user_warning import warn_user
 
-CONTAINERS = (dict, list, set, deque)
 CLOSED = (Tensor, nn.Module, type, ModuleType, str, bytes)  # a module's own attributes are compared elsewhere
 DEPTH, MANY = 4, 2_000  # how far a hook's references are followed
 
@@ -56,7 +56,7 @@ class HookSnapshot:
         changed = {
             path: _new(container, before)
             for path, container, before in self.containers.values()
-            if not _is_same(container, before)
+            if not has_same_items(container, before)
         }
         for path, new in changed.items():
             if any(isinstance(leaf, Tensor) for leaf in tree_leaves(new)):
@@ -73,9 +73,7 @@ class HookSnapshot:
 
     def _restore(self) -> None:
         for _, container, before in self.containers.values():
-            if not _is_same(container, before):
-                container.clear()
-                container.extend(before) if isinstance(container, list | deque) else container.update(before)
+            restore_container(container, before)
 
 
 def _containers(hook: Any) -> Iterator[Any]:
@@ -87,7 +85,7 @@ def _containers(hook: Any) -> Iterator[Any]:
         if id(thing) in seen or isinstance(thing, CLOSED):
             continue
         seen.add(id(thing))
-        if type(thing) in CONTAINERS:
+        if type(thing) in RESTORED:
             yield thing
         if depth < DEPTH:
             waiting.extend((inner, depth + 1) for inner in _inside(thing))
@@ -119,11 +117,6 @@ def _is_filled(cell: Any) -> bool:
 
 def _items(container: Any) -> list[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container)
-
-
-def _is_same(container: Any, before: Any) -> bool:
-    now, old = _items(container), _items(before)
-    return len(now) == len(old) and all(one is other for one, other in zip(now, old, strict=True))
 
 
 def _new(container: Any, before: Any) -> list[Any]:
