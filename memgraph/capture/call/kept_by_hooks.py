@@ -53,12 +53,12 @@ class HookSnapshot:
         if kind is not None:
             self._restore()
             return
-        changed = {
-            path: _new(container, before)
+        changed = [
+            (path, _new(container, before))
             for path, container, before in self.containers.values()
             if not has_same_items(container, before)
-        }
-        for path, new in changed.items():
+        ]
+        for path, new in changed:
             if any(isinstance(leaf, Tensor) for leaf in tree_leaves(new)):
                 self._restore()
                 raise CaptureError(
@@ -67,7 +67,7 @@ class HookSnapshot:
                 ).about(path)
         if changed:
             warn_user(
-                f"a forward hook of {next(iter(changed))} changes what it refers to: hooks run when a step is "
+                f"a forward hook of {changed[0][0]} changes what it refers to: hooks run when a step is "
                 "captured, and not in its later runs"
             )
 
