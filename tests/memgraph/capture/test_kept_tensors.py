@@ -112,16 +112,16 @@ def test_a_hook_that_keeps_a_tensor_is_refused_by_its_module(kind: str) -> None:
 
 
 def test_a_hook_that_counts_as_well_is_refused() -> None:
-    model, kept, count = nn.Sequential(nn.Linear(16, 4)), list[Tensor](), {"calls": 0}
+    model, kept, total = nn.Sequential(nn.Linear(16, 4)), list[Tensor](), {"calls": 0}
 
     def hook(module: nn.Module, args: Any, out: Tensor) -> None:
         kept.append(out)
-        count["calls"] += 1
+        total["calls"] += 1
 
     model[0].register_forward_hook(hook)
     with pytest.raises(CaptureError, match="a forward hook of 0 keeps a tensor"):
         memgraph.compile(model, "1GB")(X)
-    assert (kept, count) == ([], {"calls": 0})
+    assert (kept, total) == ([], {"calls": 0})
 
 
 class Checked(nn.Module):
