@@ -8,7 +8,7 @@ attributes and hooks of every submodule; and torch's modes that change which ker
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ def has_gradients(parameters: Iterable[Tensor]) -> bool:
 def parameters_with_grad_hooks(module: nn.Module) -> set[str]:
     """Return the names of parameters whose gradient autograd must accumulate, since hooks read it."""
     return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
+
+
+def forward_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each forward hook of a part with the part's path, but for torch's own (spectral_norm, prune)."""
+    for path, part in module.named_modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                yield path, hook
 
 
 def parameters_read_after_backward(module: nn.Module) -> set[str]:

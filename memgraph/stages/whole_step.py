@@ -28,7 +28,7 @@ from ..graph.gradient_sums import gradient_sums
 from ..graph.nodes import all_storages, returned_values, storages, written_inputs
 from ..graph.rewrite import fake_mode
 from ..graph.summarize import summarize
-from ..guards.signature import parameters_with_grad_hooks
+from ..guards.signature import forward_hooks, parameters_with_grad_hooks
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import libraries_nbytes
 from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
@@ -164,13 +164,11 @@ def _refuse_forward_hooks(module: nn.Module) -> None:
     Raises:
         CaptureError: a submodule has a hook of the caller's, which would run while it is captured, and never again.
     """
-    for name, part in module.named_modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-            if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                raise CaptureError(
-                    f"{REFUSED} has forward hooks, as {name or 'the model'} has: stages run captured ops, and would "
-                    "never call them; do in forward what they do, or remove them before the first step"
-                )
+    for name, _ in forward_hooks(module):
+        raise CaptureError(
+            f"{REFUSED} has forward hooks, as {name or 'the model'} has: stages run captured ops, and would "
+            "never call them; do in forward what they do, or remove them before the first step"
+        )
 
 
 def _writes_batch(captured: Captured) -> bool:

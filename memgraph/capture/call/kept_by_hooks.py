@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import RESTORED, has_same_items, restore_container
+from ...guards.signature import forward_hooks
 from ...system.user_warning import warn_user
 
 CLOSED = (Tensor, nn.Module, type, ModuleType, str, bytes)  # a module's own attributes are compared elsewhere
@@ -38,9 +39,7 @@ class HookSnapshot:
     def __init__(self, module: nn.Module) -> None:
         self.containers = {
             id(container): (path or "the module", container, container.copy())
-            for path, part in module.named_modules()
-            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-            if not (getattr(hook, "__module__", None) or "").startswith(("torch.", "memgraph."))
+            for path, hook in forward_hooks(module)
             for container in _containers(hook)
         }
 
