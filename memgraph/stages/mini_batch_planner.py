@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from .arguments import PipelineArguments, device_of_model
 from .chunks import MicroBatch
 from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan
-from .rank_stages import Plans, RankStages
+from .rank_stages import Kind, Plans, RankStages
 from .ranks.stage_group import PLANNING, StageGroup
 from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
@@ -93,20 +94,22 @@ class MiniBatchPlanner:
         """Return the stages of this rank in a cut, which are not planned yet."""
         shapes = list(dict.fromkeys(batch.shapes for batch in self.batches))
         cuts = dict(zip(shapes, [first.follow(step) for step in self.steps], strict=True))
-        usual, last = checkpoint_kinds(self.given.checkpoint)
-        kinds = [(batch.shapes, usual if batch is not self.batches[-1] else last) for batch in self.batches]
         schedule = self._schedule(first, len(self.batches))
         planners = {
-            stage: {kind: self._planner(cuts[kind[0]], first, stage, kind[1]) for kind in dict.fromkeys(kinds)}
+            stage: {kind: self._planner(cuts[kind[0]], first, stage, kind[1]) for kind in dict.fromkeys(self._kinds)}
             for stage in schedule.stages_of(self.group.rank)
         }
         return RankStages(schedule, self.group.rank, self.given.budgets[self.group.rank], planners)
 
+    @cached_property
+    def _kinds(self) -> list[Kind]:
+        """The kind of each micro-batch: its shapes, and how it is planned."""
+        usual, last = checkpoint_kinds(self.given.checkpoint)
+        return [(batch.shapes, usual if batch is not self.batches[-1] else last) for batch in self.batches]
+
     def _plan(self, first: FirstCut, stages: RankStages, plans: Plans) -> MiniBatchPlan:
         """Return the plan of this rank, with the forecasts of all."""
-        usual, last = checkpoint_kinds(self.given.checkpoint)
-        kinds = [(batch.shapes, usual if batch is not self.batches[-1] else last) for batch in self.batches]
-        by_chunk = {stage: [by_kind[kind] for kind in kinds] for stage, by_kind in stages.ready(plans).items()}
+        by_chunk = {stage: [by_kind[kind] for kind in self._kinds] for stage, by_kind in stages.ready(plans).items()}
         trained = {name for each in by_chunk.values() for stage in each for name in stage.cut.owners}
         owners = {name: owning for name, owning in first.cut.owners.items() if name in trained}
         peak = stages.peak(plans)
