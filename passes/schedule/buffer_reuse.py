@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from ..ir.arrays import Ints
 from ..ir.liveness import Span, spans
 from ..ir.trace import Op, Trace
 from ..simulate.forecast import Forecast
@@ -27,11 +28,11 @@ def reused_buffers(forecast: Forecast, writable: Collection[str], smallest: int)
         writable: ops that can write their result into given memory.
         smallest: bytes of the smallest result that does so.
     """
-    trace, total = forecast.trace, [int(nbytes) for nbytes in forecast.total]
+    trace, total = forecast.trace, forecast.total.copy()
     shareable = _shareable(trace, smallest)
     reused: dict[str, str] = {}
     for half in (range(trace.boundary), range(trace.boundary, len(trace.ops))):
-        limit = max((total[i] for i in half), default=0)
+        limit = int(total[half.start : half.stop].max(initial=0))
         dead: defaultdict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)  # with the last op of each
         dies: defaultdict[int, list[str]] = defaultdict(list)
         for i in half:
@@ -89,13 +90,13 @@ def _kind(span: Span) -> tuple[str, int]:
     return op.type.partition("[")[0], made.nbytes
 
 
-def _taken(dead: list[tuple[str, int]], total: list[int], index: int, nbytes: int, limit: int) -> str | None:
+def _taken(dead: list[tuple[str, int]], total: Ints, index: int, nbytes: int, limit: int) -> str | None:
     """Take a dead value that may stay until an op, and count its bytes; the one that has died last, if there is one."""
     for place in reversed(range(len(dead))):
         value, last = dead[place]
-        if all(total[i] + nbytes <= limit for i in range(last + 1, index)):
-            for i in range(last + 1, index):
-                total[i] += nbytes
+        between = total[last + 1 : index]
+        if between.max(initial=0) + nbytes <= limit:
+            between += nbytes
             del dead[place]
             return value
     return None
