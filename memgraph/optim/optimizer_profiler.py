@@ -34,7 +34,7 @@ from .optimizer_clone import clone_nbytes, clone_optimizer, distinct_steps, init
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 
 _update_times: dict[str, float] = {}  # microseconds; a cache, so that no kind is timed twice in a process
-_profilers: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, OptimizerBytes]] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, OptimizerBytes]] = weakref.WeakKeyDictionary()
 
 
 def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:
@@ -203,10 +203,10 @@ def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     Attributes of a user's class may change what its update allocates.
     """
     options = repr([kernel_options(group) for group in optimizer.param_groups])
-    known, measured = _profilers.get(optimizer, ("", OptimizerBytes()))
+    known, measured = _measured.get(optimizer, ("", OptimizerBytes()))
     if type(optimizer) not in ELEMENTWISE or known != options:
         measured = OptimizerBytes()
-        _profilers[optimizer] = options, measured
+        _measured[optimizer] = options, measured
     return measured
 
 
