@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memgraph.graph import direct_calls
+from memgraph.graph.halves import direct_calls
 from memgraph.graph.halves.direct_calls import DirectCode, direct_call
 from memgraph.graph.halves.partition import partition
 from memgraph.graph.ops import RUN
