@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import BudgetError, Machine, Trace, make_plan
-from passes.concurrent_forwards import plan_forwards, smallest_plan, unplanned_nbytes
+from passes.concurrent_forwards import plan_forwards, proven_nbytes, smallest_plan, unplanned_nbytes
 from passes.ir.machine import Link
 from passes.pipeline import QUICK
 from passes.simulate.plan_result import PlanResult
@@ -43,8 +43,8 @@ def test_each_budget_from_that_of_the_smallest_plan_on_has_a_plan(trace: Trace, 
 @settings(max_examples=3)
 @given(traces(8))
 def test_an_error_names_the_bytes_of_the_smallest_plan(trace: Trace) -> None:
-    least = smallest_plan(trace, Machine(1), 2).forecast.peak
-    assume(trace.boundary < len(trace.ops) and least > 1)
+    least, proven = smallest_plan(trace, Machine(1), 2).forecast.peak, proven_nbytes(trace, Machine(1))
+    assume(trace.boundary < len(trace.ops) and proven > 1)
     with pytest.raises(BudgetError) as caught:
-        plan_forwards(trace, Machine(least - 1), 2, nothing)
+        plan_forwards(trace, Machine(proven - 1), 2, nothing)
     assert caught.value.smallest == least

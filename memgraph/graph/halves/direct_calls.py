@@ -23,8 +23,9 @@ from torch._ops import OpOverload
 from torch.fx.graph import PythonCode, _BoxedCodeGen
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...tensors.traced_size import SizeArgument
 from ..ops import RUN
 
 LINE = re.compile(r"^(    (\w+) = )torch\.ops\.\w+\.\w+\.\w+\(", re.MULTILINE)
@@ -69,7 +70,8 @@ def direct_call(node: fx.Node) -> Callable[..., Any]:
 def _functions(node: fx.Node) -> Iterator[Callable[..., Any]]:
     """Yield torch's functions that call the node's op with its arguments."""
     op: Any = node.target
-    args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    given = map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+    args, kwargs = tree_map_only(SizeArgument, int, given)
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     # A tensor without dimensions may be taken for a number, and a default device changes what makes tensors of none.
@@ -122,4 +124,4 @@ def _kind(argument: Any) -> object:
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         return ("tensor", bool(value.dim())) if isinstance(value, Tensor) else ("number", type(value))
-    return type(argument)
+    return int if isinstance(argument, SizeArgument) else type(argument)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
+from memgraph.graph.halves.buffer_reuse import FUNCTIONAL
 from memgraph.planning import replan
 from memgraph.planning.measured_prices import reprice, with_measured_times
 from memgraph.planning.replan import replanned
@@ -86,7 +87,8 @@ def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def as_it_were(clock: Clock, half: fx.GraphModule, values: list[Tensor]) -> Any:
         results = run(clock, half, values)
-        names = {node.name: str(node.target) for node in half.graph.nodes if node.op == "call_function"}
+        ops = (node for node in half.graph.nodes if node.op == "call_function")
+        names = {node.name: str(node.meta.get(FUNCTIONAL, (node.target,))[0]) for node in ops}
         clock.ops |= {name: TRUE.get(names[name], 5.0) for name in clock.ops if name in names}
         return results
 
