@@ -120,11 +120,11 @@ class StepRun:
                 self.compare_guards(str(error))
                 self.check_ranks()
             raise
-        # Parameters are saved detached: `.data` may be replaced before backward, which needs the old bytes.  Outputs
-        # are saved detached because the caller's tensor leads to the autograd node that holds this run: a reference
-        # cycle, which would also hide that the caller has freed the output.
-        returned = {id(value) for value in values[:outputs]}
-        self.saved = [x.detach() if id(x) in returned or _is_parameter(x) else x for x in values[outputs:]]
+        # What the caller has is saved detached: its `.data` may be replaced before backward, which needs the old bytes.
+        # An output leads to the autograd node that holds this run: a reference cycle, which would also hide that the
+        # caller has freed it.
+        callers = {*map(id, given), *map(id, values[:outputs])}
+        self.saved = [x.detach() if id(x) in callers and isinstance(x, Tensor) else x for x in values[outputs:]]
         del values[outputs:]
         self.ended = self.halves.backward is None
         of_caller = (*(tensors[i] for i in self.caller_inputs), *values)
@@ -272,11 +272,6 @@ def _as_captured(fake: Tensor, tangent: Tensor | None) -> Tensor:
         return tangent
     shaped = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return shaped.zero_() if tangent is None else shaped.copy_(tangent)
-
-
-def _is_parameter(value: Any) -> bool:
-    # Whether something is a Parameter is a question to Python code, and nearly all values are plain tensors.
-    return type(value) is not Tensor and isinstance(value, torch.nn.Parameter)
 
 
 def _has_strides(fake: Tensor, tangent: Tensor) -> bool:
