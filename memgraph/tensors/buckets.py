@@ -36,9 +36,13 @@ def pad_to_buckets(
         ValueError: no bucket, or one below 1; at a batch: it is longer than the longest bucket, or has a tensor of
             another length.
         KeyError: at a batch: it lacks a named tensor.
-        TypeError: at a batch: a named part is no tensor, or the batch has another type.
+        TypeError: `buckets` is neither an int nor a list of ints; at a batch: a named part is no tensor, or the batch
+            has another type.
     """
-    lengths = (buckets,) if isinstance(buckets, int) else tuple(sorted(buckets))
+    given = buckets if isinstance(buckets, Sequence) else (buckets,)
+    if any(type(length) is not int for length in given):
+        raise TypeError(f"buckets= is {buckets!r}; give an int, for multiples of it, or a list of ints")
+    lengths = tuple(sorted(given))
     if not lengths or min(lengths) < 1:
         raise ValueError(f"buckets= is {buckets!r}; give lengths of at least 1, or one number for multiples of it")
     if not values:

@@ -66,6 +66,9 @@ def test_wrong_batches_and_buckets_are_refused() -> None:
         memgraph.pad_to_buckets(given, (), {"ids": 0})
     with pytest.raises(ValueError, match="of at least 1"):
         memgraph.pad_to_buckets(given, 0, {"ids": 0})
+    for buckets in (64.0, True, "64", (32, 64.0)):
+        with pytest.raises(TypeError, match="give an int, for multiples of it, or a list of ints"):
+            memgraph.pad_to_buckets(given, buckets, {"ids": 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no tensor"):
         memgraph.pad_to_buckets(given, 8, {})
     with pytest.raises(KeyError, match="no 'mask' to pad"):
