@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,20 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("memgraph"), derandomize=False, max_examples=200)
 settings.load_profile("memgraph")
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, help="seconds after which no further test begins: the rest is skipped")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seconds = item.config.getoption("within")
+    if seconds is not None and time.monotonic() - BEGAN > seconds:
+        pytest.skip(f"the {seconds:.0f} seconds of --within are over")
 
 
 @pytest.fixture(scope="session", autouse=True)
