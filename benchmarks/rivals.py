@@ -2,9 +2,9 @@
 
     autoac 0.2   measured peak 190 MB, +35 ms   ->   memgraph with a budget of 190 MB, +21 ms
 
-Each ratio runs first, and its measured peak is memgraph's budget, for recompute only. All steps share one model, process,
-allocator and kernels, and are timed in turn: only decisions differ. Recompute time of both is by memgraph's prices,
-measured in this process. `benchmarks.peers` has torch's ways as they are used, each in a process of its own.
+Each ratio runs first, and its measured peak is memgraph's budget, for recompute only. All steps share one model,
+process, allocator and kernels, and are timed in turn: only decisions differ. Recompute time of both is by memgraph's
+prices, measured in this process. `benchmarks.peers` has torch's ways as they are used, each in a process of its own.
 """
 
 from __future__ import annotations
