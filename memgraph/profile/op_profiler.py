@@ -57,11 +57,12 @@ class OpCost:
 
     cost: Cost
     layouts: tuple[ResultLayout, ...] | None
-    is_timed: bool = True  # by more than one run
+    is_timed: bool = True  # by more than one run, or by a long one
 
 
-# A first run on a CPU that is as long is not repeated: setting kernels up takes milliseconds, and so do new pages.
-LONG_US = 300_000.0
+# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads have to
+# work as long: one that waits for other work of the machine is no measure.
+LONG_US = 200_000.0
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
 _known: dict[str, OpCost] = {}
 
@@ -322,7 +323,9 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # the first run also needs the memory of tuning
+            began_s = time.process_time()
             (result, first_us), allocated = measure_peak(partial(timed_us, run, device), device)
+            is_long = device.type == "cpu" and min(first_us, 1e6 * (time.process_time() - began_s)) >= LONG_US
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -333,16 +336,9 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory() if timer else nullcontext():
-            us = _us(run, first_us, device, timer)
+            us = round(first_us, 1) if is_long else timer(run) if timer else round(timed_us(run, device)[1], 1)
             del run, args, kwargs  # here, so that their memory is returned too
-        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=timer is not None)
-
-
-def _us(run: Callable[[], object], first_us: float, device: torch.device, timer: Timer | None) -> float:
-    """Return the microseconds of an op whose first run took `first_us`."""
-    if device.type == "cpu" and first_us >= LONG_US:
-        return round(first_us, 1)
-    return timer(run) if timer else round(timed_us(run, device)[1], 1)
+        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=is_long or timer is not None)
 
 
 def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
