@@ -60,7 +60,7 @@ class OpCost:
     is_timed: bool = True  # by more than one run, or by a long one
 
 
-# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads have to
+# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
 # work as long: one that waits for other work of the machine is no measure.
 LONG_US = 200_000.0
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
