@@ -31,7 +31,8 @@ import memgraph
 from benchmarks.clock import loop_text
 from benchmarks.phases import Phases
 from memgraph.capture import trace_call
-from memgraph.planning import assembly, later_step, planner, pricing, search, step_graph
+from memgraph.planning import assembly, later_step, pricing, search, step_graph
+from memgraph.planning.attempts import attempts
 
 Call = tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]
 
@@ -40,7 +41,7 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("trace", trace_call, "trace_joint"),
     ("functionalize", trace_call, "functionalize"),
     ("finalize", trace_call, "finalize_graph"),
-    ("capture, rest", planner, "capture_step"),
+    ("capture, rest", attempts, "capture_step"),
     ("grads", step_graph, "accumulate_grads"),
     ("price", pricing.Pricing, "__call__"),
     ("summarize", step_graph, "summarize"),

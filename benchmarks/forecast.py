@@ -1,4 +1,4 @@
-"""Part D: compare predicted with measured step time, in one run.
+"""Part C: compare predicted with measured step time, in one run.
 
     gpt2   as it is  first 0.97  repriced 1.01     half of eager's activations  first 0.94  replanned 0.99
 

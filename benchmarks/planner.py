@@ -1,13 +1,12 @@
 """Benchmark the planner: its gap, its bounds, its time, and its plans in real steps beside rivals.
 
     python -m benchmarks.planner simulated [GRAPH ...] [--folder DIR]   # large traces, priced by a roofline
-    python -m benchmarks.planner real [PART ...] [--rounds 9]           # parts: rivals, blocks, forecast
+    python -m benchmarks.planner real [PART ...] [--rounds 9]           # parts: rivals, forecast
     python -m benchmarks.planner depth [--rounds 3] [--folder DIR]      # plan time against depth
     python -m benchmarks.planner all
 
-`rivals` is torch's activation_memory_budget, `blocks` torch.utils.checkpoint of each block, both at equal measured
-peak; `forecast` is predicted over measured step time.  Goals that are missed are printed as such; the exit status is 0.
-Figures go to benchmarks/results/ as well.
+`rivals` is torch's activation_memory_budget at equal measured peak; `forecast` is predicted over measured step time.
+Goals that are missed are printed as such; the exit status is 0.  Figures go to benchmarks/results/ as well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from benchmarks import depth, records, simulated
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(width=150)
-PARTS = ("rivals", "blocks", "forecast")
+PARTS = ("rivals", "forecast")
 Rounds = Annotated[int, typer.Option(min=3, help="How often each step is timed, in turn with the others.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Of torch; one is steadier where the cores are shared.")]
 Folder = Annotated[Path | None, typer.Option(help="Where traces are kept from run to run.")]
@@ -70,8 +69,8 @@ def real(
             console.print(forecast.table(ratios), width=200)
             records.write("planner", part, [asdict(ratio) for ratio in ratios])
             continue
-        rows = rivals.rivals(rounds) if part == "rivals" else rivals.blocks(rounds)
-        console.print(rivals.table(part, rows))
+        rows = rivals.rivals(rounds)
+        console.print(rivals.table(rows))
         console.print("\n".join(rivals.verdict(rows)))
         records.write("planner", part, [asdict(row) for row in rows])
 

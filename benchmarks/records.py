@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -41,7 +42,7 @@ class Run:
 
     def __init__(self, device: torch.device, benchmark: str) -> None:
         self.about = {**surroundings(benchmark), **_of(device)}
-        self.path = FOLDER / slug(device) / f"{self.about['date'].replace(':', '').replace('+0000', 'Z')}.json"
+        self.path = FOLDER / slug(_name(device)) / f"{self.about['date'].replace(':', '').replace('+0000', 'Z')}.json"
 
     def write(self, found: dict[str, Any]) -> Path:
         """Replace the file atomically, so that a run that is stopped leaves a whole one."""
@@ -51,10 +52,13 @@ class Run:
         return new.replace(self.path)
 
 
-def slug(device: torch.device) -> str:
-    """Return a folder name for the device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+def slug(machine: str) -> str:
+    """Return a file name for a device or a machine."""
+    return re.sub("[^a-z0-9]+", "-", machine.lower()).strip("-")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _of(device: torch.device) -> dict[str, Any]:
@@ -72,9 +76,24 @@ def surroundings(benchmark: str = "planner") -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
+        "commit": _commit(),
         "planner": _digest(),
         **{package: _version(package) for package in ("torch", "triton", "highspy", "transformers", "fairscale")},
     }
+
+
+def _commit() -> str:
+    """Return the commit, with a + if memgraph's own sources differ from it; "unknown" outside of a clone."""
+    try:
+        changed = _git("status", "--porcelain", "--", "memgraph", "passes")
+        return _git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    root = FOLDER.parents[1]
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _version(package: str) -> str:

@@ -1,9 +1,10 @@
-"""Parts B and C: compare memgraph with torch's own ways to save memory, on a small GPT and Llama on this CPU.
+"""Part B: compare memgraph with torch's activation_memory_budget, on a small GPT and Llama on this CPU.
 
     autoac 0.2   measured peak 190 MB, +35 ms   ->   memgraph with a budget of 190 MB, +21 ms
 
-Each way runs first, and its measured peak is memgraph's budget, for recompute only. All steps share one model, process
-and allocator, and are timed in turn. Recompute time of both is by memgraph's prices, measured in this process.
+Each ratio runs first, and its measured peak is memgraph's budget, for recompute only. All steps share one model,
+process, allocator and kernels, and are timed in turn: only decisions differ. Recompute time of both is by memgraph's
+prices, measured in this process. `benchmarks.peers` has torch's ways as they are used, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 import memgraph
 from benchmarks.autoac import AutoAC
 from benchmarks.clock import Pairs, Step, in_turn, middle, peak, step_of
-from benchmarks.nets import GPT, Size, checkpointed
+from benchmarks.nets import GPT, Size
 from memgraph.system.device import return_freed_memory
 
 SIZES = {
@@ -142,28 +143,8 @@ def _rivals(ring: Ring, rounds: int) -> list[Row]:
     return [*rows, ring.row("lowest", lowest, "ours least")]
 
 
-def blocks(rounds: int) -> list[Row]:
-    """Compare with a checkpoint of every block."""
-    return [_blocks(Ring(name), rounds) for name in SIZES]
-
-
-def _blocks(ring: Ring, rounds: int) -> Row:
-    twin = GPT(SIZES[ring.name], checkpointed)
-    twin.load_state_dict(ring.model.state_dict())
-    for (_, theirs), ours in zip(list(twin.named_parameters()), ring.model.parameters(), strict=True):
-        theirs.data = ours.data
-    step = step_of(twin, lambda: twin(*ring.batch))
-    step()
-    ring.steps["checkpoint"] = step
-    ring.runs["checkpoint"] = Run(peak(twin, ring.batch, step))
-    twin.zero_grad(set_to_none=True)
-    ring.add_ours("ours", ring.runs["checkpoint"].peak)
-    ring.timed(rounds)
-    return ring.row("checkpoint", "checkpoint", "ours")
-
-
-def table(part: str, rows: list[Row]) -> Table:
-    title = f"{part}: {', '.join(f'{n} {s.layers}x{s.width}' for n, s in SIZES.items())}, fp32, batch {BATCH} x 256"
+def table(rows: list[Row]) -> Table:
+    title = f"rivals: {', '.join(f'{n} {s.layers}x{s.width}' for n, s in SIZES.items())}, fp32, batch {BATCH} x 256"
     shown = Table(*COLUMNS, title=title, title_justify="left", box=None)
     for name in SIZES:
         eager = next(row.eager for row in rows if row.model == name)
@@ -189,10 +170,8 @@ def verdict(rows: list[Row]) -> list[str]:
     equal = [row for row in rows if row.beside != "lowest"]
     lower = [row for row in equal if row.ours is not None and row.pairs.ratio < 1]
     lines = [f"step time lower at equal peak: {len(lower)} of {len(equal)}"]
-    priced = [row for row in equal if row.theirs.added_us is not None]
-    if priced:
-        less = [row for row in priced if row.ours and (row.ours.added_us or 0.0) <= (row.theirs.added_us or 0.0)]
-        lines.append(f"no more recompute time at equal peak: {len(less)} of {len(priced)}")
+    less = [row for row in equal if row.ours and (row.ours.added_us or 0.0) <= (row.theirs.added_us or 0.0)]
+    lines.append(f"no more recompute time at equal peak: {len(less)} of {len(equal)}")
     over = [row for row in equal if row.ours is not None and row.ours.peak > row.theirs.peak]
     lines.append(f"measured peak over the rival's: {len(over)} of {len(equal)}")
     lowest = [row for row in rows if row.beside == "lowest" and row.ours is not None]

@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
 
 from .analysis.reuse_gaps import ReuseGaps
 from .deep.anneal import anneal
@@ -25,6 +27,7 @@ from .ir.invariants import check
 from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
+from .lp.problem import PlanProblem
 from .order.microbatch_order import order_by_section
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
@@ -155,9 +158,10 @@ def _run(
 
     The second result is True if a pass had too little time while nothing fitted.
     """
-    is_cut = False
+    is_cut, late = False, list[Pass]()
     trace, best, no_offload_us = best.captured.trace, replace(best, greedy=not solver.is_installed()), 0.0
-    for each in passes:
+    without_offload = cache(partial(_least_without_offload, trace, machine))
+    for each in chain(passes, late):
         fits, is_late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits:
             if not best.plan or best.gap <= GOOD_GAP:
@@ -168,6 +172,9 @@ def _run(
                 continue
         elif is_late and not each.quick:
             is_cut = True
+            continue
+        elif each.quick and not each.offloads and each not in late and without_offload() > machine.budget:
+            late.append(each)  # it can't fit, and tells the smallest budget where nothing does
             continue
         ends = until if fits else _end(each, until)
         try:
@@ -182,6 +189,11 @@ def _run(
         is_cut = is_cut or time.monotonic() >= ends
         log(each.name, best)
     return best, is_cut
+
+
+def _least_without_offload(trace: Trace, machine: Machine) -> int:
+    """Return the bytes in use at one op, which every plan that offloads nothing needs; 0 if all plans are such."""
+    return PlanProblem(ReuseGaps(trace), machine.without_tier).least_nbytes if machine.link.out else 0
 
 
 def _end(each: Pass, until: float) -> float:

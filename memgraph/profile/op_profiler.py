@@ -3,10 +3,11 @@
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152), layout f32[16, 64, 32, 32] ...
 
 Each distinct op (target, shapes, strides, dtypes, constants, device) runs on generated values: once for its workspace,
-and several times for its time. It runs only once if the time is not needed, or the time limit is reached. Results are
-cached in the process and on disk (MEMGRAPH_CACHE). Ops run one by one, so they need no more memory than the step does.
-An op that would not fit on the device does not run, and is priced by its flops and bytes. An op that exceeds the budget
-runs all the same, because its workspace has to be known, and the log says so.
+and several times for its time. It is timed by a single run if the time is not needed, or the time limit is reached, and
+by the run for its workspace if that is long. Results are cached in the process and on disk (MEMGRAPH_CACHE). Ops run
+one by one, so they need no more memory than the step does. An op that would not fit on the device does not run, and is
+priced by its flops and bytes. An op that exceeds the budget runs all the same, because its workspace has to be known,
+and the log says so.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ class OpCost:
 
     cost: Cost
     layouts: tuple[ResultLayout, ...] | None
-    is_timed: bool = True  # by more than one run
+    is_timed: bool = True  # by more than one run, or by a long one
 
 
+# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
+# work as long: one that waits for other work of the machine is no measure.
+LONG_US = 200_000.0
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
 _known: dict[str, OpCost] = {}
 
@@ -319,7 +323,9 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # the first run also needs the memory of tuning
-            result, allocated = measure_peak(run, device)
+            began_s = time.process_time()
+            (result, first_us), allocated = measure_peak(partial(timed_us, run, device), device)
+            is_long = device.type == "cpu" and min(first_us, 1e6 * (time.process_time() - began_s)) >= LONG_US
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -330,9 +336,9 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory() if timer else nullcontext():
-            us = timer(run) if timer else round(timed_us(run, device)[1], 1)
+            us = round(first_us, 1) if is_long else timer(run) if timer else round(timed_us(run, device)[1], 1)
             del run, args, kwargs  # here, so that their memory is returned too
-        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=timer is not None)
+        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=is_long or timer is not None)
 
 
 def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from expecttest import assert_expected_inline
@@ -21,9 +23,10 @@ from passes import (
     apply,
     make_plan,
     parse,
+    pipeline,
     predict,
 )
-from passes.pipeline import Pass
+from passes.pipeline import FITTING, Pass
 from tests.support.strategies import machines, traces
 
 STEP = parse("""
@@ -222,3 +225,41 @@ def test_a_tier_makes_no_plan_worse(trace: Trace, machine: Machine) -> None:
         return
     choice = make_plan(trace, replace(machine, budget=budget))
     assert choice.forecast.us <= home.forecast.us or choice.gap <= 0.02
+
+
+def test_a_quick_pass_that_needs_the_tier_to_fit_runs_only_if_nothing_else_does() -> None:
+    order: list[str] = []
+
+    def offloading(trace: Trace, machine: Machine, until: float) -> Plan:
+        order.append("offloading")
+        return ()
+
+    def recomputing(trace: Trace, machine: Machine, until: float) -> Plan:
+        order.append("recomputing")
+        return (Recompute("a", before="q"),)
+
+    passes = (Pass(recomputing, quick=True), Pass(offloading, offloads=True, quick=True))
+    for budget, link, expected in (
+        (FLOOR - 1, Link(out=1.0, back=1.0), ["offloading", "recomputing"]),  # the bytes in use at b exceed it
+        (FLOOR - 1, Link(), ["recomputing", "offloading"]),
+        (FLOOR, Link(out=1.0, back=1.0), ["recomputing", "offloading"]),
+    ):
+        order.clear()
+        with suppress(BudgetError):
+            make_plan(STEP, Machine(budget, link=link), passes)
+        assert order == expected
+
+
+@given(traces(), machines())
+def test_the_order_of_passes_that_can_not_fit_changes_no_plan_and_no_budget_that_is_named(
+    trace: Trace, machine: Machine
+) -> None:
+    def planned() -> tuple[Plan, int]:
+        try:
+            return make_plan(trace, machine, FITTING).plan, 0
+        except BudgetError as error:
+            return (), error.smallest
+
+    with mock.patch.object(pipeline, "_least_without_offload", lambda *_: 0):
+        in_order = planned()
+    assert planned() == in_order

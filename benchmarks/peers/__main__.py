@@ -1,0 +1,123 @@
+"""Compare memgraph with eager and torch's own ways to save memory, in one run in turn, and keep the result.
+
+    python -m benchmarks.peers [--model gpt] [--rounds 9] [--threads 1]
+    python -m benchmarks.peers --plot      # draw what is kept, and run nothing
+
+Each way has a process of its own, as a plan changes the allocator of its process, and all of a model step in turn.
+memgraph's budget is the measured peak of the way beside it, and it compiles ops where that way does.  Peaks are of the
+whole process, counted by tests/support/allocator_meter.py.  Rows are added to the history of this machine in
+results/peers, and changes since the latest earlier run are printed: docs/figures-peers.md says how to read them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import typer
+from rich.console import Console
+
+from benchmarks.clock import Step, in_turn, middle
+from benchmarks.contenders import Way
+from benchmarks.nets import Size
+from benchmarks.records import surroundings
+from benchmarks.rivals import BATCH, SIZES
+from benchmarks.sides import Side
+from tests.support.allocator_meter import preloaded
+
+from .history import History, changes
+from .plot import svg
+from .row import Ratio, Row, table
+from .steps import WAYS, PeerStep
+
+OURS = "memgraph at "  # followed by the way whose peak is the budget
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(SIZES)}; all of them by default")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="How often each step is timed.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch; one is steadier where cores are shared.")] = 1,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the history of this machine, and run nothing.")] = False,
+) -> None:
+    """Run all peers, print a table and what changed, and add the rows to the history of this machine."""
+    history = History(about(threads))
+    if not plot:
+        rows = [row for name in model or SIZES for row in beside(name, SIZES[name], WAYS, rounds, threads)]
+        facts = history.about
+        title = f"{facts['setting']}; {facts['machine']}, torch {facts['torch']}, load {facts['load']}"
+        Console(width=150).print(table(rows, title))
+        history.append(rows)
+        print("\n".join(changes(history.read())))
+    drawing = history.path.with_suffix(".svg")
+    drawing.write_text(svg(history.read()))
+    print(f"rows are in {history.path}, a plot in {drawing}")
+
+
+def about(threads: int) -> dict[str, Any]:
+    """Describe the run before it begins, while the load is that of others."""
+    size = next(iter(SIZES.values()))
+    model = f"{size.layers} layers of width {size.width}, {BATCH} x {size.context} tokens, fp32"
+    return {**surroundings("peers"), "setting": f"{model}, threads: {threads}"}
+
+
+def beside(model: str, size: Size, ways: Sequence[Way], rounds: int, threads: int) -> list[Row]:
+    """Run all ways on a model, and memgraph beside each, in turn; eager is the first."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, preloaded(Path(folder))))  # of the processes that begin from here on
+        steps = Steps(model, stack)
+        for way in ways:
+            peak = steps.begin(way.name, size, way, threads)
+            if isinstance(peak, int):
+                steps.begin(OURS + way.name, size, way, threads, peak)
+        steps.seconds = in_turn(steps.steps, rounds)
+    return [steps.row(way.name) for way in ways]
+
+
+class Steps:
+    """The processes of one model, each with a step: the peak bytes of all, or why there are none, and their seconds."""
+
+    def __init__(self, model: str, stack: ExitStack) -> None:
+        self.model, self.stack = model, stack
+        self.peaks: dict[str, int] = {}
+        self.whys: dict[str, str] = {}
+        self.steps: dict[str, Step] = {}
+        self.seconds: dict[str, list[float]] = {}
+
+    def begin(self, name: str, *given: Any) -> int | str:
+        """Start the process of a step; return its peak bytes, or why it does not run."""
+        side = self.stack.enter_context(Side(PeerStep, *given))
+        ready: int | str = side.do("ready")
+        print(f"{self.model} {name}: {ready}", file=sys.stderr, flush=True)
+        if isinstance(ready, int):
+            self.peaks[name], self.steps[name] = ready, partial(side.do, "run")
+        else:
+            self.whys[name] = ready
+        return ready
+
+    def row(self, peer: str) -> Row:
+        """Return the row of a peer: its bytes, and ratios of its seconds and memgraph's."""
+        ours = OURS + peer
+        over_eager = None if peer == "eager" else self._ratio(peer, "eager")
+        return Row(
+            self.model, peer, self.peaks["eager"], self.peaks.get(peer), self._ms(peer), over_eager,
+            self.peaks.get(ours), self._ratio(ours, peer), self._ratio(ours, "eager"),
+            self.whys.get(peer) or self.whys.get(ours, ""),
+        )  # fmt: skip
+
+    def _ms(self, name: str) -> float | None:
+        return round(1e3 * middle(self.seconds[name])[1], 1) if name in self.seconds else None
+
+    def _ratio(self, one: str, other: str) -> Ratio | None:
+        both = one in self.seconds and other in self.seconds
+        return Ratio.of(self.seconds[one], self.seconds[other]) if both else None
+
+
+if __name__ == "__main__":
+    typer.run(main)

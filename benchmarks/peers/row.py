@@ -1,0 +1,99 @@
+"""A peer beside eager, and memgraph at the peak of that peer; rows print as a table.
+
+    Row("gpt", "checkpoint", eager=137.0 MB, peak=61.3 MB, over_eager=1.31, ours=61.2 MB, over_peer=0.87)
+
+Each ratio is of two steps of one round, so that other work on the machine slows both: the median of all rounds, and
+the ends of the middle half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from rich.table import Table
+
+from benchmarks.clock import Pairs, middle
+
+COLUMNS = (
+    ("model", "peer", "peak MB", "of eager", "step ms", "over eager", "middle half")
+    + ("ours MB", "ours over peer", "middle half", "ours over eager", "middle half")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the ratios of all rounds, between the ends of their middle half."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: list[float], theirs: list[float]) -> Self:
+        """Return the ratio of seconds that are paired by round."""
+        return cls(*(round(value, 4) for value in middle(Pairs(ours, theirs).ratios)))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.spread})"
+
+    @property
+    def spread(self) -> str:
+        return f"{self.low:.3f}-{self.high:.3f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A peer and memgraph at its peak.
+
+    Attributes:
+        eager, peak, ours: peak bytes of the process: eager's, the peer's, memgraph's with the peer's as its budget.
+        ms: median of the peer's step. why: why memgraph or the peer did not run, in words.
+    """
+
+    model: str
+    peer: str
+    eager: int
+    peak: int | None = None
+    ms: float | None = None
+    over_eager: Ratio | None = None
+    ours: int | None = None
+    over_peer: Ratio | None = None
+    ours_over_eager: Ratio | None = None
+    why: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, facts: dict[str, Any]) -> Self:
+        """Return the row of such facts."""
+        own: dict[str, Any] = {
+            key: Ratio(**value) if isinstance(value, dict) else value for key, value in facts.items()
+        }
+        return cls(**own)
+
+
+def table(rows: Iterable[Row], title: str) -> Table:
+    """Return a line for each row."""
+    shown = Table(*COLUMNS, title=title, title_justify="left", box=None)
+    for row in rows:
+        share = "" if row.peak is None else f"{row.peak / row.eager:.0%}"
+        ms = "" if row.ms is None else f"{row.ms:.0f}"
+        ours = row.why if row.ours is None else _mb(row.ours)
+        shown.add_row(
+            row.model, row.peer, _mb(row.peak), share, ms, *_cells(row.over_eager),
+            ours, *_cells(row.over_peer), *_cells(row.ours_over_eager),
+        )  # fmt: skip
+    return shown
+
+
+def _cells(ratio: Ratio | None) -> tuple[str, str]:
+    return ("", "") if ratio is None else (f"{ratio.median:.3f}", ratio.spread)
+
+
+def _mb(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.1f}"

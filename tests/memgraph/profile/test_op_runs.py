@@ -1,0 +1,76 @@
+"""An op is run as often as its time needs: one whose first run is long runs once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.profile import op_profiler
+
+RUNS: list[int] = []  # elements of each run
+WAIT_S = {"each run": 0.0}
+
+
+@torch.library.custom_op("memgraph_op_runs::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    RUNS.append(x.numel())
+    time.sleep(WAIT_S["each run"])
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+counted.register_autograd(lambda ctx, grad: grad)
+
+
+class Counting(nn.Module):
+    """A layer, and an op that counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return counted(self.linear(x)).sum()
+
+
+@pytest.fixture(autouse=True)
+def unknown_prices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(op_profiler, "_known", {})
+    RUNS.clear()
+    yield
+
+
+@pytest.mark.parametrize(("long_us", "times"), [(0.0, 1), (float("inf"), 2)])
+def test_an_op_whose_first_run_is_long_is_not_run_again_for_its_time(
+    long_us: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op_profiler, "LONG_US", long_us)
+    report = memgraph.plan(Counting(), torch.randn(32, 24), budget="1GB")
+    assert [32 * 24] * times == RUNS  # one for its workspace, and one for its time, as the step needs no plan
+    (op,) = [op for op in report.forecast.trace.ops if "counted" in op.fn]
+    assert op.us > 0
+
+
+def test_a_first_run_that_only_waits_is_no_measure_of_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_profiler, "LONG_US", 200_000.0)
+    monkeypatch.setitem(WAIT_S, "each run", 0.25)
+    memgraph.plan(Counting(), torch.randn(32, 24), budget="1GB")
+    assert len(RUNS) == 2
+
+
+def test_a_long_run_is_not_repeated_when_its_time_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_profiler, "LONG_US", 0.0)
+    model, x = Counting(), torch.randn(32, 24)
+    memgraph.plan(model, x, budget="1GB")  # fits: no time is needed
+    memgraph.sweep(model, x)
+    assert len(RUNS) == 1
