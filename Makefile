@@ -10,7 +10,7 @@ CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil transformers
 
 WITHIN ?= 720
 
-.PHONY: demo test slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-figures fake-cuda versions newest clean
+.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-figures fake-cuda versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -18,6 +18,12 @@ demo: bench-demo
 # WORKERS files are run at a time; 0 is one process for all.  Threads that wait do so asleep, for others want the core.
 test: $(READY)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Those of tests/long_tests.txt; no further one begins after WITHIN_LONG seconds.
+WITHIN_LONG ?= 3600
+
+long: $(READY)
+	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) -m long --within $(WITHIN_LONG)
 
 slow: $(READY)
 	.venv/bin/python -m pytest -m slow

@@ -1,5 +1,5 @@
 """Set up all tests: hypothesis without a deadline, and with fixed examples in CI; a cache of prices for the tests;
-garbage collection without imported objects; and Ctrl-C as in a terminal."""
+garbage collection without imported objects; Ctrl-C as in a terminal; and a mark for those that long_tests.txt names."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ BEGAN = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, help="seconds after which no further test begins: the rest is skipped")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long = set((Path(__file__).parent / "long_tests.txt").read_text().split())
+    for item in items:
+        if item.nodeid.partition("[")[0] in long:
+            item.add_marker("long")
 
 
 @pytest.hookimpl(tryfirst=True)
