@@ -3,6 +3,7 @@
     python -m benchmarks.slices heads [--rounds 5] [--only gpt2] [--parts 16]
     python -m benchmarks.slices peaks
     python -m benchmarks.slices longest [--budget 600MB]
+    python -m benchmarks.slices gaps [--only gpt2-narrow]
 
 `heads`: the peak of a whole step, and its CPU time over eager's, all steps in turn in one process.  Beside eager and
 memgraph run a loss over chunks of the tokens that are checkpointed, and one whose gradient is made in forward, as
@@ -12,12 +13,16 @@ libraries of fused losses do.  Models are of transformers, in their stock config
 temporaries, and no workspaces.
 
 `longest`: the longest sequence that trains within a budget: eager, each block checkpointed, and memgraph.
+
+`gaps`: the plan that slices="auto" takes, for budgets between parameters with gradients and the peak of the step. Beside
+it are the fastest plans with slices that run nothing twice, with those whose forward ops run again, and without any, each
+searched for on its own, and how far all are above what is proven of these kinds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,11 +37,16 @@ from torch.utils.checkpoint import checkpoint
 
 import memgraph
 from benchmarks.clock import Pairs, Step, in_turn, peak, step_of
+from memgraph.api.compiler import make_planner
 from memgraph.capture.capture import capture
 from memgraph.graph.summarize import summarize
+from memgraph.planning.attempts import PricedStep
+from memgraph.planning.progress import Progress
+from memgraph.profile.memory_meter import resident_bytes
 from memgraph.slices.step_slices import SliceRequest, in_slices
 from memgraph.system.byte_sizes import budget_nbytes
-from passes import Machine, predict
+from passes import BudgetError, Machine, PlanResult, make_plan, predict
+from passes.slices.slice import Slice
 
 CHUNK = 64  # tokens of a chunk, in the losses by hand
 SAME = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 128_000}
@@ -47,6 +57,15 @@ MODELS: dict[str, tuple[str, dict[str, object], tuple[int, int]]] = {
     "llama": ("Llama", {**SAME, "num_key_value_heads": 12, "intermediate_size": 2048}, (2, 512)),
     "gemma": ("Gemma2", {**SAME, "num_key_value_heads": 12, "intermediate_size": 2048, "head_dim": 64}, (2, 512)),
 }
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+GAPS: dict[str, tuple[str, dict[str, object], tuple[int, int]]] = {
+    "gpt2-narrow": ("GPT2", {"n_layer": 2, "n_embd": 96, "n_head": 4, "vocab_size": 8000, **NO_DROPOUT}, (2, 128)),
+    "gpt2-deep": ("GPT2", {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 4000, **NO_DROPOUT}, (4, 128)),
+    "gpt2-wide": ("GPT2", {"n_layer": 3, "n_embd": 256, "n_head": 4, "vocab_size": 12_000, **NO_DROPOUT}, (2, 256)),
+    "llama": ("Llama", {**LLAMA, "intermediate_size": 384, "vocab_size": 8000}, (2, 256)),
+}
+SHARES = (0.97, 0.9, 0.8, 0.65, 0.5)  # of the bytes between parameters with gradients and the peak of the step
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,7 @@ class Model:
         """Return a model with random parameters."""
         import transformers
 
-        kind, sizes, _ = MODELS[name]
+        kind, sizes, _ = (MODELS | GAPS)[name]
         torch.manual_seed(0)
         config = getattr(transformers, f"{kind}Config")(**sizes)
         class_name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -200,6 +219,81 @@ def peaks(parts: int = 64) -> None:
             saved = f"{after / before - 1:+.1%}"
             table.add_row(name, str(ids.numel()), f"{before / 1e6:.0f}", f"{after / 1e6:.0f}", saved)
     Console(width=120).print(table)
+
+
+@app.command()
+def gaps(only: str = "", seconds: float = 12.0) -> None:
+    """Print how far plans are from the fastest of all kinds and from what is proven, for several budgets."""
+    table = Table(
+        "model", "budget", "taken", "ms", "over fastest", "over bound", "in slices", "run again", "whole", "CPU s",
+        title=f"{_machine()}, a search of {seconds:.0f} s for each kind", box=None,
+    )  # fmt: skip
+    rows: list[_Gap] = []
+    for name in [only] if only else list(GAPS):
+        model = Model.of(name)
+        module, ids = LossAlone(model.whole), torch.randint(0, model.vocabulary, GAPS[name][2])
+        least = 2 * resident_bytes(module.parameters())
+        most = memgraph.plan(module, ids, budget="100GB", accumulate=False).peak
+        for share in SHARES:
+            rows.append(_gap(module, ids, least + int(share * (most - least)), seconds))
+            table.add_row(name, f"{share:.0%}", *rows[-1].cells)
+    Console(width=130).print(table)
+    for title, shares in {
+        "above the fastest": [row.taken.us / row.fastest_us - 1 for row in rows],
+        "fastest above the bound": [row.fastest_us / row.bound_us - 1 for row in rows],
+        "taken above the bound": [row.taken.us / row.bound_us - 1 for row in rows],
+    }.items():
+        print(f"{title}: median {sorted(shares)[len(shares) // 2]:.2%}, most {max(shares):.2%}")
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The plan that is taken, and the plans of each kind by what they run twice; None if none fits."""
+
+    taken: memgraph.Report
+    kinds: dict[str, PlanResult | None]
+    cpu_s: float
+
+    @property
+    def fastest_us(self) -> float:
+        return min(self.taken.forecast.us, *(kind.forecast.us for kind in self.kinds.values() if kind is not None))
+
+    @property
+    def bound_us(self) -> float:
+        return min(self.taken.lower_bound, *(kind.lower_bound for kind in self.kinds.values() if kind is not None))
+
+    @property
+    def cells(self) -> list[str]:
+        us = self.taken.forecast.us
+        parts = "+".join(str(cut.parts) for cut in self.taken.slices) or "whole"
+        each = (self.kinds.get(kind) for kind in ("once", "twice", "whole"))
+        kinds = ("" if kind is None else f"{kind.forecast.us / 1e3:.2f}" for kind in each)
+        ratios = f"{us / self.fastest_us - 1:.2%}", f"{us / self.bound_us - 1:.2%}"
+        return [parts, f"{us / 1e3:.2f}", *ratios, *kinds, f"{self.cpu_s:.1f}"]
+
+
+def _gap(module: nn.Module, ids: Tensor, budget: int, seconds: float) -> _Gap:
+    """Return the plan for a budget, and the plan of each kind."""
+    begin = time.process_time()
+    taken = memgraph.plan(module, ids, budget=budget, slices="auto", accumulate=False)
+    cpu_s = time.process_time() - begin
+    planner = make_planner(module, budget, slices="auto", accumulate=False)
+    kinds: dict[str, PlanResult | None] = {}
+    with Progress() as progress:
+        for step in planner.priced((ids,), {}, planner.options.outputs, progress)(budget):
+            kind = _kind(step)
+            try:
+                kinds[kind] = make_plan(step.trace, step.machine, seconds=seconds)
+            except BudgetError:
+                kinds[kind] = None
+            if kind == "whole":
+                break  # weights in blocks would be next
+    return _Gap(taken, kinds, cpu_s)
+
+
+def _kind(step: PricedStep) -> str:
+    slices: Sequence[Slice] = step.cuts[0]  # type: ignore[index]
+    return "twice" if any(cut.reruns for cut in slices) else "once" if slices else "whole"
 
 
 @app.command()

@@ -31,7 +31,7 @@ from .lp.problem import PlanProblem
 from .order.microbatch_order import order_by_section
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
-from .search.optimize import optimize, optimize_no_offload, optimize_uncast
+from .search.optimize import optimize, optimize_no_offload, optimize_uncast, prove
 from .simulate.bound_proof import BoundProofs
 from .simulate.forecast import predict
 from .simulate.plan_result import PlanResult, Proposal, SearchInterrupted
@@ -106,21 +106,26 @@ PASSES: tuple[Pass, ...] = (
     Pass(greedy_thorough, offloads=True, worth_it=_never),
 )
 QUICK = tuple(each for each in PASSES if each.quick)
+# For a step of which another plan is known.  Those left out are for budgets that are hard to keep.
+BESIDE = (Pass(prove), *PASSES[:3], *QUICK[:2])
 # Any plan that fits will do.  For a loop over time the last one is the quickest to find it.
 FITTING = tuple(replace(each, worth_it=_never) for each in reversed(QUICK))
 
 
 def make_plan(
     trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet, seconds: float = math.inf,
-    interruptible: bool = False,
+    interruptible: bool = False, below: float = math.inf,
 ) -> PlanResult:  # fmt: skip
     """Return the fastest of the passes' plans that fits; no decisions at all, if the step fits as it is.
 
     After so many `seconds` every pass ends with what it has.  Only while nothing fits, the quick ones still run.  If it
     is `interruptible`, a KeyboardInterrupt ends the search too, as soon as a plan fits: the result says so.
 
+    If only plans of a step that takes less than `below` microseconds are of use, the search ends once it is proven that
+    there are none.  The result then has the bounds, and may be over the budget.
+
     Raises:
-        BudgetError: no pass finds a plan that fits.
+        BudgetError: no pass finds a plan that fits, and any would be of use.
     """
     until = time.monotonic() + seconds
     captured = lowest = _unplanned(trace, machine)
@@ -132,9 +137,9 @@ def make_plan(
     # By section first: parameters that are streamed are reloaded least often then.
     for order in (trace,) if by_section is trace else (by_section, trace):
         start = captured if order is trace else _unplanned(order, machine)
-        result, is_cut = _run(start, machine, passes, log, until, interruptible)
+        result, is_cut = _run(start, machine, passes, log, until, interruptible, below)
         timed_out = timed_out or is_cut
-        if result.forecast.peak <= machine.budget:
+        if result.forecast.peak <= machine.budget or below < math.inf:
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
@@ -152,8 +157,9 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
 
 
 def _run(
-    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool
-) -> tuple[PlanResult, bool]:
+    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool,
+    below: float,
+) -> tuple[PlanResult, bool]:  # fmt: skip
     """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does.
 
     The second result is True if a pass had too little time while nothing fitted.
@@ -163,6 +169,8 @@ def _run(
     without_offload = cache(partial(_least_without_offload, trace, machine))
     for each in chain(passes, late):
         fits, is_late = best.forecast.peak <= machine.budget, time.monotonic() >= until
+        if best.least.once_us >= below:
+            break
         if fits:
             if not best.plan or best.gap <= GOOD_GAP:
                 break

@@ -8,7 +8,7 @@
       310 MB     310 MB  9800 ms    +38.2%  ...  smallest
 
 The module is captured once, and planned for each budget as `compile` does: with whole weights, and where these do not
-fit, with weights in blocks of rows.
+fit, with weights in blocks of rows; in slices or without, if they may be chosen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes import BudgetError, PlanResult, make_plan, predict
+from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
+from passes.pipeline import BESIDE
+from passes.simulate.plan_result import LeastTimes
 
 from ..options.argument_rules import check_argument
 from ..planning.attempts.priced_attempts import PricedStep
@@ -79,7 +81,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Found:
-    """The plan that a search for a budget found, of a step."""
+    """The plan that a search for a budget found, of a step; without slices it may be over that budget."""
 
     budget: int
     step: PricedStep
@@ -117,15 +119,21 @@ class _BudgetPlans:
     def _try(self, budget: int) -> None:
         """Plan as `compile` does: the first step counts for which there is a plan."""
         for step in self.steps(budget):
+            machine = replace(step.machine, budget=budget)
             try:
                 search = partial(make_plan, seconds=self.seconds)
-                choice = plan_forwards(step.trace, replace(step.machine, budget=budget), self.forwards, search)
+                choice = plan_forwards(step.trace, machine, self.forwards, search)
             except BudgetError as error:
                 self.smallest = min(self.smallest, error.smallest)
             else:
                 self.smallest = min(self.smallest, choice.forecast.peak)
                 self.plans.append(_Found(budget, step, choice))
+                if self.seconds and (whole := step.beside(choice, machine, self._search_below)) is not None:
+                    self.plans.append(_Found(budget, *whole))
                 return
+
+    def _search_below(self, trace: Trace, machine: Machine, us: float) -> PlanResult:
+        return make_plan(trace, machine, BESIDE, seconds=self.seconds, below=us)
 
     def _point(self, budget: int) -> Point:
         """Return the fastest plan that fits, with all bounds proven for its step and this budget or a larger one."""
@@ -133,7 +141,13 @@ class _BudgetPlans:
         if not fits:
             return point_of_refusal(budget, self.smallest, self.plain.us)
         best = min(fits, key=lambda found: (found.choice.forecast.us, len(found.choice.plan)))
-        proven = [each.choice for each in self.plans if each.budget >= budget and each.step.cuts == best.step.cuts]
+        own = self._proven(budget, best)
+        others = [self._proven(budget, each).least for each in self.plans if each.budget == budget]
+        return point_of_plan(budget, replace(own, others=LeastTimes.of(others) if others else None))
+
+    def _proven(self, budget: int, found: _Found) -> PlanResult:
+        """Return a plan with all that is proven of plans in the same slices."""
+        proven = [each.choice for each in self.plans if each.budget >= budget and each.step.cuts == found.step.cuts]
         bound_us = max((choice.bound_us for choice in proven), default=0.0)
         any_us = max((choice.any_us for choice in proven), default=0.0)
-        return point_of_plan(budget, replace(best.choice, bound_us=bound_us, any_us=any_us))
+        return replace(found.choice, bound_us=bound_us, any_us=any_us)

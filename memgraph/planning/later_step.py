@@ -50,34 +50,44 @@ class LaterStep:
         except BudgetError as error:
             return error.smallest
 
-    def accumulated(self, result: PlanResult, machine: Machine) -> AccumulatedStep:
+    def accumulated(
+        self, result: PlanResult, machine: Machine, other: Callable[[], AccumulatedStep | None]
+    ) -> AccumulatedStep:
         """Return what it needs once the first step has this plan; warn if that is more than the budget.
 
         A user who interrupts this, or has interrupted the search, wants to begin: such a call is planned when it comes.
+
+        Args:
+            other: the same of the step with other slices or none, which such a call tries as well.
         """
-        if self.first.later is None or self.search.options.plans or result.interrupted:
+        options = self.search.options
+        if self.first.later is None or options.plans or result.interrupted:
             return AccumulatedStep()
         try:
-            return self._accumulated(self.first.later, result, machine)
+            found = self.unwarned(result, machine)
+            if found.plan is None:
+                found = min(found, other() or found, key=lambda step: step.needed)
+            warn_accumulation(found, machine.budget)
+            return found if options.forwards == 1 else replace(found, plan=None)  # several leave less for each
         except KeyboardInterrupt:
             if self.first.ranks.plan_together:  # the others would wait
                 raise
             LOG.warning("interrupted: calls that add to gradients are not planned yet; interrupt again to stop")
             return AccumulatedStep()
 
-    def _accumulated(self, graph: StepGraph, result: PlanResult, machine: Machine) -> AccumulatedStep:
-        options = self.search.options
+    def unwarned(self, result: PlanResult, machine: Machine) -> AccumulatedStep:
+        """Return what it needs once the first step has this plan."""
+        graph, options = self.first.later, self.search.options
+        if graph is None:
+            return AccumulatedStep()
         ranks, is_alone = graph.ranks, options.forwards == 1
         tries = ((), result.plan) if is_alone else ()
         plan = partial(self._planned, graph, tries)
         if is_alone and not ranks.plan_together:
             hooked = tuple(sorted(parameters_with_grad_hooks(self.pricing.module)))
             depends = "adds to gradients", options.search_key, hooked
-            accumulated = find_or_plan(result.captured.trace, machine, depends, plan)
-        else:
-            accumulated = plan()
-        warn_accumulation(accumulated, machine.budget)
-        return accumulated if is_alone else replace(accumulated, plan=None)  # several forwards leave less for each
+            return find_or_plan(result.captured.trace, machine, depends, plan)
+        return plan()
 
     def _planned(self, graph: StepGraph, tries: Sequence[Plan]) -> AccumulatedStep:
         trace, machine = self.pricing(graph)

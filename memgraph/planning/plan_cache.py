@@ -84,7 +84,7 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
         "final": final or is_final(trace, machine, options),
     }
     put_facts(step_key(trace, machine, options), json.dumps(facts))
-    bound = choice.lower_bound / captured.us - 1 if captured.us else 0.0
+    bound = replace(choice, others=None).lower_bound / captured.us - 1 if captured.us else 0.0
     shapes = _near.setdefault(_kind(trace, machine, options), OrderedDict())
     shapes[captured.peak] = NeighbourPlan(captured.peak, bound, choice.plan)
     _shorten(shapes, NEIGHBOURS)

@@ -5,48 +5,32 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from passes import BudgetError, Machine, PlanResult, Trace
+from passes import BudgetError, Machine, Trace
 
-from ..errors import CaptureError, PlanError
+from ..errors import CaptureError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
-from .attempts import Attempt, Attempts, PricedAttempts, PricedStep, budget_error, has_time_left, refuse_value_run
+from .attempts import Attempts, GraphPlanner, Planned, PricedAttempts, PricedStep, Refused
 from .capture_cache import EarlierCapture
-from .later_step import LaterStep
 from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
 from .replan import Replanner
-from .scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_only
-from .search import PlanSearch
-from .step_graph import Call, CallCapture, LayoutsDiffer, StepGraph
+from .scalar_outputs import OtherOutputsDropped
+from .step_graph import Call, CallCapture, StepGraph
 from .target import ModuleTarget, Target, owned_nbytes
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A step that no plan fits.
-
-    Attributes:
-        smallest: the fewest bytes for which a plan was found.
-        refuse: raises the error, with the weights that stay whole in all attempts, or returns what is planned instead.
-    """
-
-    smallest: int
-    refuse: Callable[[Attempts], OtherOutputsDropped]
 
 
 class Planner:
@@ -150,13 +134,12 @@ class Planner:
     ) -> Step | OtherOutputsDropped:
         refused: list[Refused] = []
         attempts = self._attempts(call, progress, earlier)
+        plan = GraphPlanner(self.module, self.options, self.state, call, progress)
         for attempt in attempts:
-            try:
-                planned = self._planned_graph(call, attempt.graph, progress, attempt)
-            except LayoutsDiffer:
-                planned = self._planned_graph(call, attempt.graph.with_numbers(), progress, attempt)
-            if not isinstance(planned, Refused):
-                return planned
+            planned = plan(attempt)
+            if isinstance(planned, Planned):
+                step = self._step(planned)
+                return step if call.nearby is None else step.without_replan()
             refused.append(planned)
         return min(refused, key=lambda each: each.smallest).refuse(attempts)
 
@@ -167,47 +150,16 @@ class Planner:
         target = partial(self._current_target, budget)
         return Attempts(call, target, self.state, self.options, progress, earlier)
 
-    def _planned_graph(self, call: Call, graph: StepGraph, progress: Progress, attempt: Attempt) -> Step | Refused:
-        refuse_value_run(call, graph)
-        began, earlier = attempt.began, attempt.earlier
-        captured_s = time.perf_counter() - began
-        until = time.monotonic() + self.options.planning_s(captured_s)
-        progress.bound(until)
-        pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
-        for_scalars = with_scalars_only(call, graph)
-        search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
-        later = LaterStep(graph, pricing, search)
-        trace, machine = pricing(graph)
-        try:
-            known = earlier.accumulated_plan if earlier is not None else None
-            interruptible = not graph.ranks.plan_together  # the others would wait
-            result = graph.ranks.choose(trace, machine, replace(search, known=known, interruptible=interruptible))
-        except (BudgetError, PlanError) as error:
-            # The name ends with the clause; the traceback has the caller's frames, with all that they will hold.
-            failed = error.with_traceback(None)
-
-            def refuse(attempts: Attempts) -> OtherOutputsDropped:
-                if for_scalars is not None:
-                    return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
-                if isinstance(failed, PlanError):
-                    raise failed
-                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, attempts.whole) from None
-
-            smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, refuse)
-        step = self._step(graph, machine, result, later, began)
-        return step if call.nearby is None else step.without_replan()
-
     def _current_target(self, budget: int | None = None) -> Target:
         target = self.targets.current()
         self.state.move_to(target.location)
         return target if budget is None else replace(target, budget=budget)
 
-    def _step(self, graph: StepGraph, machine: Machine, result: PlanResult, later: LaterStep, began: float) -> Step:
+    def _step(self, planned: Planned) -> Step:
         """Return the step that carries out a plan, with what its later runs need."""
-        accumulated = later.accumulated(result, machine)
-        assembled = self.assemble(graph, machine, result, began)
+        graph, result = planned.graph, planned.result
+        accumulated = planned.accumulated()
+        assembled = self.assemble(graph, planned.machine, result, planned.began)
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
         report = replace(assembled.stated(), adding=accumulated.needed)

@@ -8,15 +8,18 @@ otherwise            ->   passes in order, until `until`
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.concurrent_forwards import plan_forwards
 from passes.lp.problem import PlanProblem
+from passes.pipeline import BESIDE
 from passes.simulate.plan_result import try_plan
 
 from ..options.compile_options import CompileOptions
@@ -43,6 +46,7 @@ class PlanSearch:
         known: a plan to fall back on: the caller was told that the step fits.
         is_last: False if the call is planned in another way where nothing fits.
         interruptible: True if an interrupt of the user ends the search, once a plan fits.
+        below: microseconds of the step; only plans that take less are of use, and their search is short.
     """
 
     options: CompileOptions
@@ -51,6 +55,7 @@ class PlanSearch:
     known: Plan | None = None
     is_last: bool = True
     interruptible: bool = False
+    below: float = math.inf
 
     def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return a plan within the budget.
@@ -71,12 +76,20 @@ class PlanSearch:
                 raise
             return known
 
-    def _cached_or_new(self, trace: Trace, machine: Machine) -> PlanResult:
+    def plan_below(self, trace: Trace, machine: Machine, us: float) -> PlanResult:
+        """Return a plan of a step that takes less than `us`; what is proven, maybe over the budget, if there is none.
+
+        Its plan is cached for other searches like it alone, as a search without a limit may find a better one.
+        """
+        known = cached_plan(trace, machine, self.options.search_key)
+        return known or replace(self, below=us)._cached_or_new(trace, machine, "below")
+
+    def _cached_or_new(self, trace: Trace, machine: Machine, *kind: str) -> PlanResult:
         if self.options.forwards > 1:
             return self.search(trace, machine)
-        step = trace, machine, self.options.search_key
+        step = trace, machine, (*self.options.search_key, *kind)
         result = cached_plan(*step) or self.search(trace, machine)
-        if not result.interrupted:
+        if not result.interrupted and result.forecast.peak <= machine.budget:
             remember(*step, result)
         return result
 
@@ -106,7 +119,8 @@ class PlanSearch:
     def _made(self, trace: Trace, machine: Machine, until: float) -> PlanResult:
         log, seconds = PassLog(self.progress.done), max(0.0, until - time.monotonic())
         ends = self.interruptible and self.options.forwards == 1  # several forwards are searched for several times
-        result = make_plan(trace, machine, log=log, seconds=seconds, interruptible=ends)
+        run = make_plan if self.below == math.inf else partial(make_plan, passes=BESIDE, below=self.below)
+        result = run(trace, machine, log=log, seconds=seconds, interruptible=ends)
         if result.interrupted:
             LOG.warning(INTERRUPTED, f"{result.overhead:+.1%}", f"{result.gap:.1%}")
         return result

@@ -225,12 +225,13 @@ def _taken(report: ReportData) -> list[str]:
 
 def _proven(report: ReportData) -> list[str]:
     """State the proven bound, and the class of plans that it holds for."""
-    if not report.plan:
+    is_alone = report.choice.others is None
+    if not report.plan and is_alone:
         return []
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
     of = _class_cuts(report)
-    if not adds:
+    if not adds and is_alone:
         return [f"proven: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
     each = "in which each value is recomputed and reloaded at most once"
     which = each if single else "that recomputes in backward only, however often,"
@@ -240,6 +241,8 @@ def _proven(report: ReportData) -> list[str]:
 def _class_cuts(report: ReportData) -> str:
     """Name what plans of the bound's class have in common with this one: other slices and blocks are not in it."""
     cuts = ["slices"] * bool(report.slices) + ["blocks of rows"] * bool(report.row_blocks)
+    if report.choice.others is not None:
+        return ", with these slices or none," if cuts else ", without slices or with those it was chosen over,"
     return f" with these {' and '.join(cuts)}" if cuts else ""
 
 

@@ -19,10 +19,11 @@ from ..ir.trace import Trace
 from ..lp import solver
 from ..lp.linear_program import INFINITY
 from ..lp.problem import PlanProblem
-from ..lp.relax import Relaxed
+from ..lp.relax import Relaxed, relax
 from ..lp.rounding import lp_preferences
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
+from ..simulate.bound_proof import BoundProofs
 from ..simulate.plan_result import Proposal, SearchInterrupted
 from .local_search import PlacementSwap, local_search
 from .rounding_search import RoundingSearch
@@ -47,6 +48,21 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
         return Proposal(())
     problem = PlanProblem(ReuseGaps(trace), machine)
     return Optimizer(problem, until, WorkLimits.for_step(problem.size, problem.captured.us)).run()
+
+
+def prove(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
+    """Return the bounds alone, in the time of the first step of a search; infinite if no plan of the class fits."""
+    if not solver.is_installed():
+        return Proposal(())
+    problem = PlanProblem(ReuseGaps(trace), machine)
+    search = RoundingSearch(problem, until, WorkLimits.for_step(problem.size, problem.captured.us))
+    relaxed = relax(search.model, _relaxing(search))
+    if time.monotonic() >= until:
+        return Proposal(())  # a program that was not solved proves nothing
+    if relaxed is None:
+        return Proposal((), INFINITY, INFINITY)
+    once = INFINITY if relaxed.solution is None else max(0.0, relaxed.solution.us - search.model.columns.tie_us)
+    return Proposal((), once, relaxed.any_us, proofs=BoundProofs(relaxed.proof, relaxed.any_proof))
 
 
 def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -74,6 +90,11 @@ def _restated(search: Callable[[], Proposal], restate: Callable[[Proposal], Prop
         return restate(search())
     except SearchInterrupted as interrupt:
         raise SearchInterrupted(restate(interrupt.proposal)) from interrupt
+
+
+def _relaxing(search: RoundingSearch) -> float:
+    """Return the work of solving the program without whole numbers."""
+    return (PROVING if search.reads_offloaded_state else RELAXING) * search.work.total
 
 
 class Optimizer:
@@ -106,8 +127,7 @@ class Optimizer:
 
     def _searched(self) -> Proposal:
         search, lp = self.search, self.search.model.lp
-        share = PROVING if search.reads_offloaded_state else RELAXING
-        relaxed = search.start(share * self.work.total)
+        relaxed = search.start(_relaxing(search))
         if relaxed is None:
             return Proposal((), any_us=self.incumbent.any_us, proofs=self.incumbent.proofs)
         is_large = len(lp.costs) > LARGE

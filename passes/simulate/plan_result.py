@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,11 +46,31 @@ class SearchInterrupted(KeyboardInterrupt):
         self.proposal = proposal
 
 
+@dataclass(frozen=True, slots=True)
+class LeastTimes:
+    """Microseconds of a step below which there is no plan of a class.
+
+    Attributes:
+        once_us: of plans that recompute and reload each value at most once.
+        any_us: of plans that recompute in backward only, however often.
+    """
+
+    once_us: float
+    any_us: float
+
+    @classmethod
+    def of(cls, kinds: Sequence[LeastTimes]) -> LeastTimes:
+        """Return what holds for plans of several kinds."""
+        return cls(min(kind.once_us for kind in kinds), min(kind.any_us for kind in kinds))
+
+
 @dataclass(frozen=True, eq=False)
 class PlanResult:
     """A plan, the forecasts of the step as captured and as it will run, and the bounds of a `Proposal`.
 
     Attributes:
+        others: what is proven of plans of the same step in other slices or none, among which this one was chosen; None
+            if it was not chosen among any.
         greedy: True if the plan was made without a search, as HiGHS is not installed: nothing is proven then.
         interrupted: True if the user ended the search; this is the best plan until then.
     """
@@ -63,11 +83,18 @@ class PlanResult:
     greedy: bool = False
     interrupted: bool = False
     proofs: BoundProofs = NO_PROOFS
+    others: LeastTimes | None = None
+
+    @property
+    def least(self) -> LeastTimes:
+        """Return the microseconds of a step in these slices that no plan of each class goes below."""
+        return LeastTimes(self.captured.us + self.bound_us, self.captured.us + self.any_us)
 
     @property
     def lower_bound(self) -> float:
-        """Return the microseconds of a step that no plan of this plan's class goes below."""
-        bound = self.captured.us + (self.bound_us if self.is_single else self.any_us)
+        """Return the microseconds of a step that no plan of this plan's class goes below, nor one of `others`."""
+        proven = self.least if self.others is None else LeastTimes.of((self.least, self.others))
+        bound = proven.once_us if self.is_single else proven.any_us
         # The forecast sums in another order: a plan as good as the bound may miss it by its last bit.
         return self.forecast.us if math.isclose(bound, self.forecast.us, rel_tol=1e-12) else bound
 

@@ -10,5 +10,6 @@ parts        the ops of a block, once for each part
 unroll       the trace in which a slice is carried out
 choose       which chains, in how many parts
 row_blocks   which weights come in blocks of rows, and of how many
+whole_step   the plan without slices, if it is the faster one
 whole_weight why a weight stays whole
 """

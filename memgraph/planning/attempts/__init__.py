@@ -1,14 +1,15 @@
 """The attempts at a plan of a call.
 
 attempts         the graphs to plan, each where none before it fits
+graph_planner    the plan of an attempt: with slices, or without if that is faster
 priced_attempts  the same, priced, for any budget
 refusal          the error where none fits
 """
 
 from .attempts import Attempt as Attempt
 from .attempts import Attempts as Attempts
+from .graph_planner import GraphPlanner as GraphPlanner
+from .graph_planner import Planned as Planned
+from .graph_planner import Refused as Refused
 from .priced_attempts import PricedAttempts as PricedAttempts
 from .priced_attempts import PricedStep as PricedStep
-from .refusal import budget_error as budget_error
-from .refusal import has_time_left as has_time_left
-from .refusal import refuse_value_run as refuse_value_run

@@ -8,7 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from passes import Machine
+from passes.slices.whole_step import has_room
 from passes.slices.whole_weight import Reason, WholeWeight
 
 from ...options.compile_options import CompileOptions
@@ -29,17 +32,14 @@ class Attempt:
     Attributes:
         earlier: the capture that it was made of, if there was one.
         began: when its capture began, in seconds of `time.perf_counter`.
+        whole: returns the graph without the slices that "auto" chose, which may have a faster plan; None if there are
+            none, or if no plan of it fits the machine.
     """
 
     graph: StepGraph
     earlier: EarlierCapture | None
     began: float
-
-    @property
-    def cuts(self) -> object:
-        """The slices and the blocks: graphs of a call with the same ones are the same."""
-        captured = self.graph.captured
-        return captured.slices, tuple(captured.blocks.items())
+    whole: Callable[[Machine], StepGraph | None] = lambda machine: None
 
 
 class Attempts:
@@ -70,10 +70,9 @@ class Attempts:
             first, self.whole = first or graph, graph.captured.whole_weights
             # The graph is that of another step if it is in slices, or has updates.
             self.earlier = replace(earlier or EarlierCapture(graph.captured), captured=graph.captured.unsliced)
-            attempt = Attempt(graph, earlier, began)
-            if attempt.cuts not in known:
-                known.append(attempt.cuts)
-                yield attempt
+            if cuts_of(graph) not in known:
+                known.append(cuts_of(graph))
+                yield Attempt(graph, earlier, began, partial(self._whole, graph))
 
     def _may_help(self, cuts: Cuts, first: StepGraph) -> bool:
         """Return True if a call that was refused may fit with these cuts."""
@@ -86,7 +85,25 @@ class Attempts:
             self.whole = refused_weights(first.captured, refused)
         return refused is None and first.target.tier is not None
 
+    def _whole(self, sliced: StepGraph, machine: Machine) -> StepGraph | None:
+        """Return a graph without its slices.
+
+        It has to cost little: a call is not captured for it once more, and no segments are compiled.
+        """
+        is_cut = self.options.slices == "auto" and sliced.captured.slices and not sliced.captured.blocks
+        is_cheap = self.state.keeps_captures and not sliced.lowers and self.options.forwards == 1
+        if not is_cut or not is_cheap or sliced.ranks.plan_together or self.options.plans:
+            return None
+        known, cuts = sliced.captured.unsliced, Cuts("whole")
+        graph = capture_step(self.call, lambda: sliced.target, self.state, self.options, known, cuts=cuts)
+        return graph if has_room(graph.summarize(), machine) else None
+
     def _capture(self, earlier: EarlierCapture | None, cuts: Cuts) -> StepGraph:
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         with self.progress.capturing():
             return capture_step(self.call, self.target, self.state, self.options, reused, cuts=cuts)
+
+
+def cuts_of(graph: StepGraph) -> object:
+    """Return the slices and the blocks: graphs of a call with the same ones are the same."""
+    return graph.captured.slices, tuple(graph.captured.blocks.items())

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from passes import Machine, Trace
+from passes import Machine, PlanResult, Trace
+from passes.slices.whole_step import Search, whole_plan
 
 from ...system.planning_process import planning
 from ..capture_cache import EarlierCapture
 from ..step_graph import StepGraph
-from .attempts import Attempt, Attempts
+from .attempts import Attempt, Attempts, cuts_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,20 @@ class PricedStep:
 
     Attributes:
         cuts: slices and blocks; steps of the same call with the same ones are the same.
+        whole: returns the step without slices, which may have a faster plan; None if there is none.
     """
 
     trace: Trace
     machine: Machine
     cuts: object = ()
+    whole: Callable[[Machine], PricedStep | None] = lambda machine: None
+
+    def beside(self, plan: PlanResult, machine: Machine, search: Search) -> tuple[PricedStep, PlanResult] | None:
+        """Return the step without slices, and what is known of it beside a plan of this one, as in `whole_plan`."""
+        step = self.whole(machine)
+        if step is None:
+            return None
+        return step, whole_plan(plan, step.trace, replace(step.machine, budget=machine.budget), search)
 
 
 class PricedAttempts:
@@ -47,7 +58,7 @@ class PricedAttempts:
         """
         self.attempts, self.price, self.device, self.by_budget = attempts, price, device, by_budget
         self.earlier: EarlierCapture | None = None
-        self.known: dict[object, tuple[Trace, Machine]] = {}  # by what is cut
+        self.known: dict[object, PricedStep] = {}  # by what is cut
         self.started: dict[int, tuple[list[PricedStep], Iterator[Attempt]]] = {}
 
     def __call__(self, budget: int) -> Iterator[PricedStep]:
@@ -72,7 +83,16 @@ class PricedAttempts:
             if attempt is None:
                 return False
             self.earlier = self.earlier or EarlierCapture(attempt.graph.captured.unsliced)
-            if attempt.cuts not in self.known:
-                self.known[attempt.cuts] = self.price(attempt.graph)
-            found.append(PricedStep(*self.known[attempt.cuts], attempt.cuts))
+            found.append(replace(self._priced(attempt.graph), whole=partial(self._whole, attempt)))
             return True
+
+    def _whole(self, attempt: Attempt, machine: Machine) -> PricedStep | None:
+        with planning(self.device):
+            graph = attempt.whole(machine)
+            return None if graph is None else self._priced(graph)
+
+    def _priced(self, graph: StepGraph) -> PricedStep:
+        cuts = cuts_of(graph)
+        if cuts not in self.known:
+            self.known[cuts] = PricedStep(*self.price(graph), cuts)
+        return self.known[cuts]
