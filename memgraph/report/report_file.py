@@ -7,10 +7,11 @@ read_report(saved)     ->   the fields of a Report with the same plan, forecast 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, astuple, fields, replace
 from typing import Any
 
 from passes import BrokenTrace, Forecast, parse, predict
+from passes.simulate.plan_result import LeastTimes
 from passes.slices.whole_weight import WholeWeight
 
 from ..errors import PlanError
@@ -35,6 +36,8 @@ def write_report(report: ReportData) -> SavedPlan:
     if report.lowered is not None:
         facts["lowered"] = str(report.lowered.trace).split("\n")
     facts |= {name: True for name in SEARCHED if getattr(report.choice, name)}
+    if report.choice.others is not None:
+        facts["others"] = list(map(str, astuple(report.choice.others)))  # as text, since a bound may be infinite
     return record_plan(report.choice, report.machine, report.slices, facts)
 
 
@@ -48,7 +51,10 @@ def read_report(saved: SavedPlan) -> dict[str, Any]:
         facts, machine = dict(saved.facts), saved.machine
         lowered = facts.pop("lowered", None)
         searched = {name: facts.pop(name, False) is True for name in SEARCHED}
-        choice = replace(carried_out(saved), greedy=searched["greedy"], interrupted=searched["interrupted"])
+        others = LeastTimes(*map(float, facts.pop("others"))) if "others" in facts else None
+        choice = replace(
+            carried_out(saved), greedy=searched["greedy"], interrupted=searched["interrupted"], others=others
+        )
         rows = {name: tuple(make(**row) for row in facts.pop(name)) for name, make in ROWS.items() if name in facts}
         compiled: Forecast | None = lowered and predict(parse("\n".join(lowered)), machine)
         known = {"machine": machine, "choice": choice, "slices": saved.slices, "lowered": compiled}

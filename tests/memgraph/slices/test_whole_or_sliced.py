@@ -115,6 +115,9 @@ def test_the_bound_is_that_of_both_kinds(priced: Callable[[Price], None], monkey
     assert sliced.lower_bound <= sliced.choice.others.once_us == whole.choice.captured.us < whole.forecast.us
     assert sliced.gap > 0.1 > whole.gap
     assert "no plan, with these slices or none, in which each value" in str(sliced)
+    for report in (whole, sliced):
+        read = memgraph.Report.from_json(report.to_json())
+        assert (read.gap, read.choice.others) == (report.gap, report.choice.others)
 
 
 def test_what_no_plan_makes_fit_is_neither_priced_nor_searched_for(
