@@ -233,7 +233,7 @@ def gaps(only: str = "", seconds: float = 12.0) -> None:
         model = Model.of(name)
         module, ids = LossAlone(model.whole), torch.randint(0, model.vocabulary, GAPS[name][2])
         least = 2 * resident_bytes(module.parameters())
-        most = memgraph.plan(module, ids, budget="100GB", accumulate=False).peak
+        most = memgraph.plan(module, ids, budget=1.0, accumulate=False).peak
         for share in SHARES:
             rows.append(_gap(module, ids, least + int(share * (most - least)), seconds))
             table.add_row(name, f"{share:.0%}", *rows[-1].cells)
@@ -249,10 +249,10 @@ def gaps(only: str = "", seconds: float = 12.0) -> None:
 
 @dataclass(frozen=True)
 class _Gap:
-    """The plan that is taken, and the plans of each kind by what they run twice; None if none fits."""
+    """The plan that is taken, and the plans of each kind and its parts in the order of attempts; None if none fits."""
 
     taken: memgraph.Report
-    kinds: dict[str, PlanResult | None]
+    kinds: dict[tuple[str, object], PlanResult | None]
     cpu_s: float
 
     @property
@@ -272,10 +272,13 @@ class _Gap:
     def cells(self) -> list[str]:
         us = self.taken.forecast.us
         parts = "+".join(str(cut.parts) for cut in self.taken.slices) or "whole"
-        each = (self.kinds.get(kind) for kind in ("once", "twice", "whole"))
-        kinds = ("" if kind is None else f"{kind.forecast.us / 1e3:.2f}" for kind in each)
+        kinds = (" ".join(self._ms(kind)) for kind in ("once", "twice", "whole"))
         ratios = f"{us / self.fastest_us - 1:.2%}", f"{us / self.bound_us - 1:.2%}"
         return [parts, f"{us / 1e3:.2f}", *ratios, *kinds, f"{self.cpu_s:.1f}"]
+
+    def _ms(self, named: str) -> list[str]:
+        plans = [plan for (kind, _), plan in self.kinds.items() if kind == named]
+        return ["-" if plan is None else f"{plan.forecast.us / 1e3:.2f}" for plan in plans]
 
 
 def _gap(module: nn.Module, ids: Tensor, budget: int, seconds: float) -> _Gap:
@@ -284,15 +287,15 @@ def _gap(module: nn.Module, ids: Tensor, budget: int, seconds: float) -> _Gap:
     taken = memgraph.plan(module, ids, budget=budget, slices="auto", accumulate=False)
     cpu_s = time.process_time() - begin
     planner = make_planner(module, budget, slices="auto", accumulate=False)
-    kinds: dict[str, PlanResult | None] = {}
+    kinds: dict[tuple[str, object], PlanResult | None] = {}
     with Progress() as progress:
-        for step in planner.priced((ids,), {}, planner.options.outputs, progress)(budget):
-            kind = _kind(step)
+        for step in planner.priced((ids,), {}, planner.options.outputs, progress, for_any_budget=True)(budget):
+            kind = _kind(step), step.cuts
             try:
                 kinds[kind] = make_plan(step.trace, step.machine, seconds=seconds)
             except BudgetError:
                 kinds[kind] = None
-            if kind == "whole":
+            if kind[0] == "whole":
                 break  # weights in blocks would be next
     return _Gap(taken, kinds, cpu_s)
 

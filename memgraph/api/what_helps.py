@@ -23,7 +23,6 @@ from torch import nn
 from passes import BudgetError, make_plan
 from passes.concurrent_forwards import plan_forwards
 from passes.pipeline import QUICK
-from passes.slices.whole_step import is_faster
 
 from ..errors import BudgetError as MemgraphBudgetError
 from ..errors import MemgraphError
@@ -139,9 +138,6 @@ def _quick(steps: PricedAttempts, planner: Planner, option: str, plain_us: float
         except BudgetError as error:
             smallest.append(error.smallest)
         else:
-            whole = step.beside(plan, step.machine, lambda trace, machine, us: search(trace, machine, below=us))
-            if whole is not None and is_faster(whole[1], plan, planner.target.budget):
-                plan = whole[1]
             return Help(option, plan.forecast.peak, plan.forecast.us, plain_us)
     return Help(option, min(smallest), math.inf, plain_us)
 

@@ -20,6 +20,7 @@ from ..simulate.forecast import predict
 from ..simulate.plan_result import PlanResult
 
 WORTH = 0.01  # of the step's time: what the plan of the whole has to save for a search
+ROUGH = 0.02  # the same where ops were timed by a single run
 
 Search = Callable[[Trace, Machine, float], PlanResult]  # for plans that take less than so many microseconds
 
@@ -27,6 +28,11 @@ Search = Callable[[Trace, Machine, float], PlanResult]  # for plans that take le
 def has_room(whole: Trace, machine: Machine) -> bool:
     """Return False if no plan of a step fits, as its text without prices shows."""
     return PlanProblem(ReuseGaps(whole), machine).least_nbytes <= machine.budget
+
+
+def may_gain(sliced: PlanResult, whole_us: float, is_rough: bool) -> bool:
+    """Return True if a step that takes so long without slices and without a plan is worth pricing."""
+    return whole_us < (1 - (ROUGH if is_rough else WORTH)) * sliced.forecast.us
 
 
 def whole_plan(sliced: PlanResult, whole: Trace, machine: Machine, search: Search) -> PlanResult:
