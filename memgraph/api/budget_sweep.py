@@ -29,7 +29,7 @@ from passes.pipeline import BESIDE
 from passes.simulate.plan_result import LeastTimes
 
 from ..options.argument_rules import check_argument
-from ..planning.attempts.priced_attempts import PricedStep
+from ..planning.attempts import PricedStep, is_taken
 from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes
@@ -81,11 +81,16 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Found:
-    """The plan that a search for a budget found, of a step; without slices it may be over that budget."""
+    """The plan that a search for a budget found, of a step.
+
+    Attributes:
+        counts: False if a plan with slices was taken instead; what is proven holds all the same.
+    """
 
     budget: int
     step: PricedStep
     choice: PlanResult
+    counts: bool = True
 
 
 class _BudgetPlans:
@@ -129,7 +134,7 @@ class _BudgetPlans:
                 self.smallest = min(self.smallest, choice.forecast.peak)
                 self.plans.append(_Found(budget, step, choice))
                 if self.seconds and (whole := step.beside(choice, machine, self._search_below)) is not None:
-                    self.plans.append(_Found(budget, *whole))
+                    self.plans.append(_Found(budget, *whole, counts=is_taken(whole[1], choice, machine)))
                 return
 
     def _search_below(self, trace: Trace, machine: Machine, us: float) -> PlanResult:
@@ -137,7 +142,7 @@ class _BudgetPlans:
 
     def _point(self, budget: int) -> Point:
         """Return the fastest plan that fits, with all bounds proven for its step and this budget or a larger one."""
-        fits = [found for found in self.plans if found.choice.forecast.peak <= budget]
+        fits = [found for found in self.plans if found.counts and found.choice.forecast.peak <= budget]
         if not fits:
             return point_of_refusal(budget, self.smallest, self.plain.us)
         best = min(fits, key=lambda found: (found.choice.forecast.us, len(found.choice.plan)))

@@ -83,8 +83,7 @@ def capture_step(
 def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceRequest:
     """Return the slices that the options, or a saved plan, ask for."""
     saved = tuple(plan.slices for plan in options.plans if plan.slices)
-    asked, adds = None if options.plans else options.slices, options.accumulate is not False
-    return SliceRequest(asked, saved, target.budget, target.device, extent, adds)
+    return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
 def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:

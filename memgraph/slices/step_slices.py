@@ -33,10 +33,9 @@ from .row_losses import write_losses_by_row
 from .sliced_graph import sliced_graph
 
 Parts = Mapping[str, int]  # by the path of a submodule
-# Chains that run nothing twice, in as few parts as make the step fit; in as many as lower its peak; those as well whose
-# forward ops run again in backward; none.
-Extent = Literal["few", "once", "twice", "whole"]
-EXTENTS: tuple[Extent, ...] = ("few", "once", "twice", "whole")
+# Chains that run nothing twice; those as well whose forward ops run again in backward; none.
+Extent = Literal["once", "twice", "whole"]
+EXTENTS: tuple[Extent, ...] = ("once", "twice", "whole")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class SliceRequest:
         saved: the slices of each saved plan, which count instead; a call of another step is left whole.
         budget: bytes of the device.
         extent: how far "auto" goes.
-        adds: a call that adds to gradients may come.
     """
 
     asked: str | Parts | None
@@ -56,12 +54,6 @@ class SliceRequest:
     budget: int
     device: torch.device
     extent: Extent = "once"
-    adds: bool = True
-
-    def spare(self, captured: Trace) -> int:
-        """Return the bytes to leave: those of gradients, which are there all the time once they exist."""
-        gradients = {held for kind, name in captured.outputs if kind == "gradient" for held in captured.op[name].holds}
-        return sum(captured.nbytes[held] for held in gradients) if self.adds else 0
 
     @property
     def is_made(self) -> bool:
@@ -108,8 +100,7 @@ def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[f
         return graph, ()
     facts, captured = _facts(graph), released(summarize(graph))
     if not isinstance(request.asked, Mapping):
-        spare = request.spare(captured) if request.extent == "few" else None
-        slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice", spare).slices
+        slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice").slices
         return _those_that_run(graph, slices, request.unit)
     slices = ()
     for path, parts in request.asked.items():

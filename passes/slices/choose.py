@@ -3,8 +3,7 @@
 logits, their softmax and its gradient of 206 MB each at the peak   ->   slice 1024 rows in 16 parts: mm ...
 
 The largest value that exists at the peak is the seed of a chain. Its number of parts is doubled as long as that lowers
-the peak by a share worth having and a part has enough rows; or until the step fits, as smaller parts are slower. Then
-the next peak is looked at, until no chain helps.
+the peak by a share worth having and a part has enough rows. Then the next peak is looked at, until no chain helps.
 """
 
 from __future__ import annotations
@@ -39,23 +38,19 @@ class Sliced:
     slices: tuple[Slice, ...] = ()
 
 
-def choose_slices(
-    trace: Trace, machine: Machine, facts: Facts, unit: int = 1, reruns: bool = False, spare: int | None = None
-) -> Sliced:
+def choose_slices(trace: Trace, machine: Machine, facts: Facts, unit: int = 1, reruns: bool = False) -> Sliced:
     """Return the slices that lower the peak of a step that has no plan; none if it fits the budget.
 
     Args:
         facts: how ops run on rows.
         unit: bytes that an allocation is rounded up to.
         reruns: whether chains may be taken that run forward ops again in backward.
-        spare: bytes of the budget to leave; None for as many parts as lower the peak, even if fewer would do.
     """
-    enough = 0 if spare is None else machine.budget - spare
     best, peak = Sliced(trace), predict(trace, machine).peak
     for _ in range(CHAINS):
         if peak <= machine.budget:
             break
-        found = _next(best, machine, of_captured(facts, trace, best.trace), unit, reruns, enough)
+        found = _next(best, machine, of_captured(facts, trace, best.trace), unit, reruns)
         if found is None:
             break
         best, peak = found, predict(found.trace, machine).peak
@@ -88,12 +83,12 @@ def of_captured(facts: Facts, captured: Trace, trace: Trace) -> Facts:
     return known
 
 
-def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool, enough: int) -> Sliced | None:
+def _next(known: Sliced, machine: Machine, facts: Facts, unit: int, reruns: bool) -> Sliced | None:
     """Return the slices with one more; None if no chain at the peak is worth it."""
     forecast = predict(known.trace, machine)
     for seed in _seeds(known.trace, forecast.peak_index):
         chains = find_chains(known.trace, facts, seed, 2)
-        ways = [_divided(known, chain, machine, unit, enough) for chain in chains if reruns or not chain.reruns]
+        ways = [_divided(known, chain, machine, unit) for chain in chains if reruns or not chain.reruns]
         peak, best = min(ways, key=lambda way: way[0], default=(forecast.peak, known))
         if peak < forecast.peak:
             return _alike(known, best, machine, seed, facts, unit)
@@ -117,16 +112,14 @@ def _alike(known: Sliced, best: Sliced, machine: Machine, seed: str, facts: Fact
     return best
 
 
-def _divided(known: Sliced, chain: Slice, machine: Machine, unit: int, enough: int) -> tuple[int, Sliced]:
-    """Return the peak with a chain in as many parts as are worth having or make it fit, and the slices with it."""
+def _divided(known: Sliced, chain: Slice, machine: Machine, unit: int) -> tuple[int, Sliced]:
+    """Return the peak with a chain in as many parts as are worth having, and the slices with it."""
     peak, best = predict(known.trace, machine).peak, known
     for cut in _doubled(chain, known.trace):
         trace = _carried_out(known.trace, cut, unit)
         if trace is None or (lower := predict(trace, machine).peak) > peak * (1 - WORTH):
             break
         peak, best = lower, Sliced(trace, (*known.slices, cut))
-        if peak <= enough:
-            break
     return peak, best
 
 

@@ -1,10 +1,11 @@
-"""The plan of a step without slices, beside that of the same step in slices: the faster one counts.
+"""The plan of a step without slices, beside a plan of the same step in slices: the faster one counts.
 
 in slices 41.2 ms; whole 40.1 ms, at least 40.0   ->   whole; no plan of either kind takes less than 40.0 ms
 in slices 41.2 ms; whole: at least 41.0 ms        ->   in slices, and no search for a plan of the whole
+in slices 41.2 ms without a plan                  ->   in slices
 
-Slices take time of their own: smaller products, sums that are read and written once a part. Near the bytes that a step
-needs without a plan, to recompute or offload a little may take less.
+Slices take time of their own: smaller products, sums that are read and written once a part. To recompute or offload a
+little more without them may take less.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ..simulate.forecast import predict
 from ..simulate.plan_result import PlanResult
 
 WORTH = 0.01  # of the step's time: what the plan of the whole has to save for a search
-ROUGH = 0.02  # the same where ops were timed by a single run
 
 Search = Callable[[Trace, Machine, float], PlanResult]  # for plans that take less than so many microseconds
 
@@ -30,9 +30,13 @@ def has_room(whole: Trace, machine: Machine) -> bool:
     return PlanProblem(ReuseGaps(whole), machine).least_nbytes <= machine.budget
 
 
-def may_gain(sliced: PlanResult, whole_us: float, is_rough: bool) -> bool:
-    """Return True if a step that takes so long without slices and without a plan is worth pricing."""
-    return whole_us < (1 - (ROUGH if is_rough else WORTH)) * sliced.forecast.us
+def needs_none(sliced: PlanResult) -> bool:
+    """Return True if the step fits in slices as it is, so that nothing may be faster.
+
+    It takes slices alone. A plan of the whole would take copies or recomputations, and on a CPU new pages: a process
+    gives freed memory back once a step needs a plan.
+    """
+    return not sliced.plan
 
 
 def whole_plan(sliced: PlanResult, whole: Trace, machine: Machine, search: Search) -> PlanResult:
@@ -43,9 +47,13 @@ def whole_plan(sliced: PlanResult, whole: Trace, machine: Machine, search: Searc
     return search(whole, machine, enough_us)
 
 
-def is_faster(whole: PlanResult, sliced: PlanResult, budget: int) -> bool:
-    """Return True if the plan of the whole counts. It rounds as eager does, so it need not be faster."""
-    return whole.forecast.peak <= budget and whole.forecast.us <= sliced.forecast.us
+def is_faster(whole: PlanResult, sliced: PlanResult, budget: int, pages_us: float = 0.0) -> bool:
+    """Return True if the plan of the whole counts. It rounds as eager does, so it need not be faster.
+
+    Args:
+        pages_us: time by which the whole takes longer for new pages, which forecasts leave out.
+    """
+    return whole.forecast.peak <= budget and whole.forecast.us + pages_us <= sliced.forecast.us
 
 
 def among(chosen: PlanResult, other: PlanResult) -> PlanResult:

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from passes import BudgetError, Machine, PlanResult, make_plan
-from passes.simulate.plan_result import LeastTimes
-from passes.slices.whole_step import among, is_faster, may_gain, whole_plan
+from passes import BudgetError, Machine, PlanResult
+from passes.slices.whole_step import among, is_faster, needs_none, whole_plan
 
 from ...errors import PlanError
 from ...options.compile_options import CompileOptions
+from ...profile.page_faults import page_faults_us
 from ..accumulated_step import AccumulatedStep
 from ..later_step import LaterStep
 from ..optimizer_state import OptimizerState
-from ..pricing import Pricing, op_profiler
+from ..pricing import Pricing
 from ..progress import Progress
 from ..scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_only
 from ..search import PlanSearch
@@ -126,50 +126,30 @@ class GraphPlanner:
 
         What is left of the time limit is for both. A user who interrupts a search wants to begin.
         """
-        if sliced.result.interrupted or time.monotonic() >= sliced.later.search.until:
+        search = sliced.later.search
+        if needs_none(sliced.result) or sliced.result.interrupted or time.monotonic() >= search.until:
             return sliced
         try:
-            whole = attempt.whole(sliced.machine)
-            return sliced if whole is None else self._faster(sliced, whole)
-        except BudgetError:  # at prices of more runs, an op may take more workspace
-            return sliced
+            graph = attempt.whole(sliced.machine)
+            if graph is None:
+                return sliced
+            trace, machine = sliced.later.pricing(graph)
+            result = whole_plan(sliced.result, trace, machine, replace(search, interruptible=True).plan_below)
         except KeyboardInterrupt:
             LOG.warning("interrupted: the step runs in slices, and may be faster without; interrupt again to stop")
             return sliced
-
-    def _faster(self, sliced: Planned, graph: StepGraph) -> Planned:
-        """Return the faster plan, of the step in slices or of the whole.
-
-        Ops of a step that fits are timed by a single run. All are timed well only if the whole may gain by that.
-        """
-        result, machine = sliced.result, sliced.machine
-        is_rough = result.captured.peak <= machine.budget
-        whole_us = result.captured.us + self._more_us(sliced, graph, not is_rough)
-        if not may_gain(result, whole_us, is_rough):
-            return replace(sliced, result=replace(result, others=LeastTimes(whole_us, whole_us)))
-        pricing = sliced.later.pricing
-        if is_rough:
-            trace, machine = replace(pricing, for_any_budget=True)(sliced.graph)
-            sliced = replace(sliced, result=make_plan(trace, machine, ()), machine=machine)
-        trace, machine = pricing(graph)
-        search = replace(sliced.later.search, interruptible=True)
-        result = whole_plan(sliced.result, trace, machine, search.plan_below)
-        return _chosen(Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began), sliced)
-
-    def _more_us(self, sliced: Planned, graph: StepGraph, times: bool) -> float:
-        """Return how much longer the ops of a graph take, without a plan, than those of the one in slices."""
-        until, target = sliced.later.search.until, graph.target
-        profiler = op_profiler(graph.inputs, self.module, target, until, times, self.progress)
-        with profiler.together(graph.priced):
-            whole = graph.summarize(profiler)
-        names = {node.name for node in sliced.graph.graph.nodes}
-        parts = (op.us for op in sliced.result.captured.trace.ops if op.name in names)
-        return sum(op.us for op in whole.ops) - sum(parts)
+        return _faster(Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began), sliced)
 
 
-def _chosen(whole: Planned, sliced: Planned) -> Planned:
-    if not is_faster(whole.result, sliced.result, whole.machine.budget):
+def _faster(whole: Planned, sliced: Planned) -> Planned:
+    if not is_taken(whole.result, sliced.result, whole.machine):
         fits = whole.result.forecast.peak <= whole.machine.budget
         return replace(sliced, result=among(sliced.result, whole.result), other=whole if fits else None)
     LOG.info("whole %s, in slices %s: the step stays whole", whole.result.forecast, sliced.result.forecast)
     return replace(whole, result=among(whole.result, sliced.result), other=sliced)
+
+
+def is_taken(whole: PlanResult, sliced: PlanResult, machine: Machine) -> bool:
+    """Return True if the plan of the whole is taken: new pages count, as in reports."""
+    pages_us = [page_faults_us(result.forecast, machine, {}) for result in (whole, sliced)]
+    return is_faster(whole, sliced, machine.budget, pages_us[0] - pages_us[1])

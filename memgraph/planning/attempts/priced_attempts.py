@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from passes import Machine, PlanResult, Trace
-from passes.slices.whole_step import Search, whole_plan
+from passes.slices.whole_step import Search, needs_none, whole_plan
 
 from ...system.planning_process import planning
 from ..capture_cache import EarlierCapture
@@ -36,8 +36,8 @@ class PricedStep:
     whole: Callable[[Machine], PricedStep | None] = lambda machine: None
 
     def beside(self, plan: PlanResult, machine: Machine, search: Search) -> tuple[PricedStep, PlanResult] | None:
-        """Return the step without slices, and what is known of it beside a plan of this one, as in `whole_plan`."""
-        step = self.whole(machine)
+        """Return the step without slices, and what is known of it beside a plan of this one; None if that counts."""
+        step = None if needs_none(plan) else self.whole(machine)
         if step is None:
             return None
         return step, whole_plan(plan, step.trace, replace(step.machine, budget=machine.budget), search)

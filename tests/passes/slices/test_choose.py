@@ -77,14 +77,6 @@ def test_the_chain_of_head_and_loss_runs_in_as_many_parts_as_lower_the_peak() ->
     assert peak(found.trace) < 0.4 * peak(trace)
 
 
-@pytest.mark.parametrize("spare, parts", [(0, 2), (50_000, 4), (1 << 20, 8)])
-def test_few_parts_are_as_many_as_make_the_step_fit(spare: int, parts: int) -> None:
-    trace = larger(HEAD, 512)
-    found = choose_slices(trace, Machine(peak(trace) - 1), facts_of(trace), spare=spare)
-    assert [cut.parts for cut in found.slices] == [parts]
-    assert (peak(found.trace) < peak(trace) - spare) == (parts < 8)
-
-
 def test_small_parts_are_not_worth_their_time() -> None:
     trace = larger(HEAD, 64)
     (cut,) = choose_slices(trace, Machine(0), facts_of(trace)).slices

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan, parse, predict
 from passes.lp import problem
 from passes.pipeline import BESIDE
-from passes.slices.whole_step import among, has_room, is_faster, whole_plan
+from passes.slices.whole_step import among, has_room, is_faster, needs_none, whole_plan
 from tests.support.strategies import machines, traces
 
 # Without a plan it needs 2,100 bytes and takes 60 us; to run a again makes it 2,050 bytes and 70 us.
@@ -66,6 +66,13 @@ whole 70 us, at least 69.5, gap 0.7%: captured, prove, optimize
 whole 70 us, at least 69.5, gap 0.7%: captured, prove, optimize
 """,
     )
+
+
+def test_new_pages_count_and_a_step_that_fits_in_slices_is_taken() -> None:
+    whole = make_plan(WHOLE, TIGHT)
+    assert is_faster(whole, sliced(70.0), TIGHT.budget) and not is_faster(whole, sliced(70.0), TIGHT.budget, 0.5)
+    assert not is_faster(whole, sliced(90.0), TIGHT.budget - 100)
+    assert needs_none(sliced(70.0)) and not needs_none(whole)
 
 
 def test_a_step_that_no_plan_makes_fit_is_known_without_prices() -> None:
