@@ -106,7 +106,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(greedy_thorough, offloads=True, worth_it=_never),
 )
 QUICK = tuple(each for each in PASSES if each.quick)
-# For a step of which another plan is known.  Those left out are for budgets that are hard to keep.
+# For a step that has another plan already.  Those left out are for budgets that are hard to keep.
 BESIDE = (Pass(prove), *PASSES[:3], *QUICK[:2])
 # Any plan that fits will do.  For a loop over time the last one is the quickest to find it.
 FITTING = tuple(replace(each, worth_it=_never) for each in reversed(QUICK))

@@ -27,7 +27,7 @@ Price = Callable[[fx.Node, Cost], Cost]
 
 
 class Stacked(nn.Module):
-    """Layers with more bytes that wait for backward than the head has, of which some may run again."""
+    """Layers with more bytes that wait for backward than the head has; some of them may run again."""
 
     def __init__(self) -> None:
         super().__init__()
