@@ -176,7 +176,7 @@ class Planner:
         pricing = Pricing(self.module, self.options, self.state, progress, until, call.nearby)
         for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, progress, until, is_last=for_scalars is None)
-        later = LaterStep(graph, pricing, search)
+        later = LaterStep(graph, replace(pricing, keeps_pages=True), search)
         trace, machine = pricing(graph)
         try:
             known = earlier.accumulated_plan if earlier is not None else None
