@@ -40,6 +40,7 @@ class Pricing:
         until: when planning has to end, in seconds of `time.monotonic`.
         nearby: the priced trace of the same ops with another length, for times.
         for_any_budget: True to measure what only a plan needs although the step fits the budget of the options.
+        keeps_pages: True to leave the allocator as it is, for a step that may never run.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class Pricing:
     until: float = math.inf
     nearby: Trace | None = None
     for_any_budget: bool = False
+    keeps_pages: bool = False
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
         """Return the priced trace and the machine; ranks that plan together get the same.
@@ -59,7 +61,7 @@ class Pricing:
         target, ranks = step.target, step.ranks
         machine = Machine(ranks.least_budget(target.budget), str(target.device))
         plain = step.summarize()
-        if target.device.type == "cpu" and self._needs_plan(plain, machine, target.budget):
+        if target.device.type == "cpu" and not self.keeps_pages and self._needs_plan(plain, machine, target.budget):
             return_freed_memory()  # so that ops are timed as in a step that needs a plan
         machine = ranks.with_network(machine)
         with ranks.reporting_errors():

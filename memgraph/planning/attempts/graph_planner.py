@@ -99,7 +99,7 @@ class GraphPlanner:
         pricing = Pricing(self.module, self.options, self.state, self.progress, until, call.nearby)
         for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, self.progress, until, is_last=for_scalars is None)
-        later = LaterStep(graph, pricing, search)
+        later = LaterStep(graph, replace(pricing, keeps_pages=True), search)
         trace, machine = pricing(graph)
         try:
             known = earlier.accumulated_plan if earlier is not None else None
