@@ -15,8 +15,10 @@ from torch import Tensor, fx, nn
 import memgraph
 from memgraph.graph.summarize import Cost
 from memgraph.planning import search
+from memgraph.planning.accumulated_step import AccumulatedStep
+from memgraph.planning.later_step import LaterStep
 from memgraph.profile.op_profiler import OpProfiler, is_view
-from passes import PlanResult, make_plan
+from passes import Machine, PlanResult, make_plan
 from passes.slices import whole_step
 from tests.support.compare import same_gradients
 from tests.support.sliced_models import VOCABULARY, WIDTH, cross_entropy
@@ -175,3 +177,18 @@ def test_an_interrupt_while_the_whole_is_searched_for_begins_in_slices(
     assert "the step runs in slices, and may be faster without" in caplog.text
     assert_kept(model)
     assert_near(module, eager)
+
+
+def test_a_call_that_adds_is_told_to_fit_if_it_does_in_slices(
+    priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    priced(alike)
+
+    def planned_later(step: LaterStep, result: PlanResult, machine: Machine) -> AccumulatedStep:
+        fits = bool(step.first.captured.slices)
+        return AccumulatedStep(machine.budget, ()) if fits else AccumulatedStep(2 * machine.budget)
+
+    monkeypatch.setattr(LaterStep, "unwarned", planned_later)
+    report = planned(Stacked(), budget_of(Stacked(), WIDE))
+    assert not report.slices and report.adding == report.budget
+    assert not [str(each.message) for each in recwarn if "adds to gradients" in str(each.message)]
