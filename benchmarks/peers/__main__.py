@@ -104,10 +104,11 @@ class Steps:
     def row(self, peer: str) -> Row:
         """Return the row of a peer: its bytes, and ratios of its seconds and memgraph's."""
         ours = OURS + peer
-        over_eager = None if peer == "eager" else self._ratio(peer, "eager")
+        is_eager = peer == "eager"
         return Row(
-            self.model, peer, self.peaks["eager"], self.peaks.get(peer), self._ms(peer), over_eager,
-            self.peaks.get(ours), self._ratio(ours, peer), self._ratio(ours, "eager"),
+            self.model, peer, self.peaks["eager"], self.peaks.get(peer), self._ms(peer),
+            None if is_eager else self._ratio(peer, "eager"), self.peaks.get(ours), self._ratio(ours, peer),
+            None if is_eager else self._ratio(ours, "eager"),
             self.whys.get(peer) or self.whys.get(ours, ""),
         )  # fmt: skip
 

@@ -64,6 +64,11 @@ class Row:
     why: str = ""
 
     @property
+    def is_over(self) -> bool:
+        """Return True if memgraph exceeded its budget."""
+        return self.ours is not None and self.peak is not None and self.ours > self.peak
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Return the row for JSON."""
         return asdict(self)

@@ -78,12 +78,17 @@ def test_a_change_within_the_spread_is_none() -> None:
     assert changes(kept((ABOUT, [ROW]), (LATER, [near]))) == [last]
 
 
-def test_any_change_of_a_peak_is_said() -> None:
-    first, last = changes(kept((ABOUT, [ROW]), (LATER, [replace(ROW, ours=61_200_004)])))
-    assert first.startswith(
-        "gpt beside checkpoint: the peak of memgraph is 61200004 bytes, 61200000 bytes on 2026-11-24"
-    )
+def test_any_change_of_a_peer_s_peak_is_said() -> None:
+    first, last = changes(kept((ABOUT, [ROW]), (LATER, [replace(ROW, peak=61_300_004, ours=61_200_004)])))
+    was = "61300000 bytes on 2026-11-24 at abc12345, load 0.4"
+    assert first == f"gpt beside checkpoint: the peak of checkpoint is 61300004 bytes, {was}"
     assert last.startswith("of 3 ratios none changed")
+
+
+def test_a_peak_above_the_budget_is_said_at_the_first_run_too() -> None:
+    over = replace(ROW, ours=61_300_004)
+    said = "gpt beside checkpoint: memgraph took 61300004 bytes of 61300000"
+    assert changes(kept((ABOUT, [over])))[0] == changes(kept((ABOUT, [ROW]), (LATER, [over])))[0] == said
 
 
 def test_the_latest_earlier_run_of_the_same_setting_is_compared_with() -> None:
@@ -197,4 +202,4 @@ def test_a_run_counts_every_way_and_memgraph_stays_within_the_peak_beside_it() -
     assert 0 < checkpoint < eager and 0 < disk < eager
     for row in rows:
         assert row.eager == eager and row.ours is not None and row.peak is not None and row.ours <= row.peak
-        assert row.over_peer and row.ours_over_eager and (row.over_eager is None) is (row.peer == "eager")
+        assert row.over_peer and bool(row.over_eager) == bool(row.ours_over_eager) == (row.peer != "eager")

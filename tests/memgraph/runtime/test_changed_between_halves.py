@@ -1,4 +1,4 @@
-"""What is changed between forward and backward is an error, or backward goes on with what forward has read."""
+"""A change between forward and backward is an error, or backward goes on with what forward has read."""
 
 from __future__ import annotations
 
