@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
 
 from ..storage.tiers import Lease
@@ -280,7 +281,7 @@ def _recorded(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     name = op.name()
 
     def call(*args: Any) -> Any:
-        if not torch._C._autograd._profiler_enabled():
+        if not _profiler_enabled():
             return run(*args)
         with torch.profiler.record_function(name):
             return run(*args)
