@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from .analysis.reuse_gaps import ReuseGaps
 from .ir.decisions import Plan, apply
 from .ir.errors import BudgetError
 from .ir.machine import Link, Machine
 from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
-from .lp.problem import PlanProblem
+from .lp.problem import proven_nbytes
 from .pipeline import QUICK, make_plan
 from .simulate.forecast import Forecast, predict
 from .simulate.plan_result import PlanResult
@@ -286,11 +285,6 @@ def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:
     if proven_nbytes(trace, machine) + machine.link.staging > machine.budget:
         return (without,)
     return (machine, without) if machine.link.works else (machine,)
-
-
-def proven_nbytes(trace: Trace, machine: Machine) -> int:
-    """Return bytes that every plan needs."""
-    return PlanProblem(ReuseGaps(trace), machine).least_nbytes
 
 
 def _quick_plan(trace: Trace, machine: Machine) -> PlanResult:

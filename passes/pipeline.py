@@ -27,7 +27,7 @@ from .ir.invariants import check
 from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
-from .lp.problem import PlanProblem
+from .lp.problem import proven_nbytes
 from .order.microbatch_order import order_by_section
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
@@ -201,7 +201,7 @@ def _run(
 
 def _least_without_offload(trace: Trace, machine: Machine) -> int:
     """Return the bytes in use at one op, which every plan that offloads nothing needs; 0 if all plans are such."""
-    return PlanProblem(ReuseGaps(trace), machine.without_tier).least_nbytes if machine.link.out else 0
+    return proven_nbytes(trace, machine.without_tier) if machine.link.out else 0
 
 
 def _end(each: Pass, until: float) -> float:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Streaming, Trace, make_plan
-from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp.problem import PlanProblem
+from passes.lp.problem import proven_nbytes
 from passes.pipeline import FITTING
 from passes.slices.row_blocks import LEVELS
 
@@ -85,7 +84,7 @@ class FittedStep:
         try:
             return self._planned(USUAL_S if seconds is None else seconds)
         except BudgetError as error:
-            least = PlanProblem(ReuseGaps(self.trace), self.machine).least_nbytes
+            least = proven_nbytes(self.trace, self.machine)
             if seconds is not None or not error.timed_out or least > self.machine.budget:
                 raise
             return self._planned(FITTING_S)

@@ -12,9 +12,8 @@ import torch
 from torch import fx, nn
 
 from passes import BudgetError, Machine
-from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import PARTS, SMALLER
-from passes.lp.problem import PlanProblem
+from passes.lp.problem import proven_nbytes
 
 from ..capture.capture import capture
 from ..errors import CaptureError
@@ -68,4 +67,4 @@ def _split(module: nn.Module) -> nn.Module | None:
 
 
 def _least_nbytes(graph: fx.Graph, machine: Machine) -> int:
-    return PlanProblem(ReuseGaps(summarize(graph)), machine).least_nbytes
+    return proven_nbytes(summarize(graph), machine)

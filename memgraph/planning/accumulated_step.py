@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import passes
 from passes import Machine, Op, Plan, PlanResult, Storage, Trace, make_plan
-from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp.problem import PlanProblem
+from passes.lp.problem import proven_nbytes
 from passes.pipeline import FITTING
 from passes.simulate.plan_result import try_plan
 
@@ -61,7 +60,7 @@ def plan_accumulated(
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            least = PlanProblem(ReuseGaps(most_released(trace)), machine).least_nbytes
+            least = proven_nbytes(most_released(trace), machine)
             if least > machine.budget or time.monotonic() >= until:
                 break
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import passes
 from passes import Machine, PlanResult, Trace, make_plan
-from passes.concurrent_forwards import proven_nbytes
+from passes.lp.problem import proven_nbytes
 
 from ..options.compile_options import planning_s
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.arrays import Floats
 from ..ir.machine import Machine
+from ..ir.trace import Trace
 from ..simulate.forecast import Forecast, predict
 from .state_vars import StateVar, find_state_vars
 
@@ -263,3 +264,8 @@ class PlanProblem:
         is_needed = storage in self.gaps.whole_value and (storage in self.gaps.uses or bool(readers))
         works = self.offloads_activations and self.machine.link.works
         return is_needed and works and self.gaps.trace.nbytes[storage] >= SMALLEST_OFFLOAD
+
+
+def proven_nbytes(trace: Trace, machine: Machine) -> int:
+    """Return bytes that every plan needs."""
+    return PlanProblem(ReuseGaps(trace), machine).least_nbytes

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
 from ..ir.trace import Trace
-from ..lp.problem import PlanProblem
+from ..lp.problem import proven_nbytes
 from ..simulate.forecast import predict
 from ..simulate.plan_result import PlanResult
 
@@ -27,7 +26,7 @@ Search = Callable[[Trace, Machine, float], PlanResult]  # for plans that take le
 
 def has_room(whole: Trace, machine: Machine) -> bool:
     """Return False if no plan of a step fits, as its text without prices shows."""
-    return PlanProblem(ReuseGaps(whole), machine).least_nbytes <= machine.budget
+    return proven_nbytes(whole, machine) <= machine.budget
 
 
 def needs_none(sliced: PlanResult) -> bool:

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import BudgetError, Machine, Trace, make_plan
-from passes.concurrent_forwards import plan_forwards, proven_nbytes, smallest_plan, unplanned_nbytes
+from passes.concurrent_forwards import plan_forwards, smallest_plan, unplanned_nbytes
 from passes.ir.machine import Link
+from passes.lp.problem import proven_nbytes
 from passes.pipeline import QUICK
 from passes.simulate.plan_result import PlanResult
 from tests.support.strategies import traces
