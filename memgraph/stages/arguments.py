@@ -51,6 +51,7 @@ class PipelineArguments:
         spill_dir: its folder.
         time_limit: seconds of planning; None for the default.
         delay: of zero_bubble, at most.
+        runs_ahead: a rank goes on while its newest message waits.
     """
 
     budgets: tuple[int, ...]
@@ -64,6 +65,7 @@ class PipelineArguments:
     spill_dir: Folder = None
     time_limit: float | None = None
     delay: int = 0
+    runs_ahead: bool = True
 
     @property
     def candidates(self) -> tuple[tuple[PipelineArguments, ...], ...]:
@@ -80,6 +82,11 @@ class PipelineArguments:
 
     def choosing(self, schedule: str, stages_per_rank: int, delay: int = 0) -> PipelineArguments:
         return replace(self, schedule=schedule, stages_per_rank=stages_per_rank, delay=delay)
+
+    @property
+    def smallest(self) -> PipelineArguments:
+        """Return the arguments with which the schedule takes the fewest bytes."""
+        return replace(self, delay=0, runs_ahead=False)
 
     @property
     def stages(self) -> int:
@@ -99,7 +106,8 @@ class PipelineArguments:
 
     def order(self, chunks: int) -> PipelineSchedule:
         """Return the order in which the ranks run so many micro-batches."""
-        return PipelineSchedule(self.schedule, len(self.budgets), chunks, self.stages_per_rank, self.delay)
+        ranks = len(self.budgets)
+        return PipelineSchedule(self.schedule, ranks, chunks, self.stages_per_rank, self.delay, self.runs_ahead)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class MiniBatchPlanner:
         Raises:
             BudgetError: they don't; on all ranks. A new process finds them within the budgets that it names.
         """
-        first = replace(first, given=replace(first.given, delay=0))
+        first = replace(first, given=first.given.smallest)
         with self.group.reporting(PLANNING):
             stages = self.stages(first)
             needed = stages.peak(stages.smallest)

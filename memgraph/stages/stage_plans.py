@@ -60,7 +60,7 @@ class StagePlans:
         if cut is None or planned is None:
             cut = self._first_cut(cutter, *cutter.nominal_cut())
             planned = planner.smallest(cut, search, is_later=False)
-        return replace(cut, stages=planner.stages(replace(cut, given=replace(cut.given, delay=0)))), planned
+        return replace(cut, stages=planner.stages(replace(cut, given=cut.given.smallest))), planned
 
     def later(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstCut) -> MiniBatchPlan:
         """Return the plans for mini-batches like this one in the first cut; raises as `first`."""

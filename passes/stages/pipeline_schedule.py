@@ -39,6 +39,7 @@ class PipelineSchedule:
 
     Attributes:
         delay: of zero_bubble: the most micro-batches between a backward and its weights. 0 is the memory of 1f1b.
+        runs_ahead: a rank goes on while its newest message waits, and does not keep step with its receivers.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PipelineSchedule:
     chunks: int
     stages_per_rank: int = 1
     delay: int = 1 << 30
+    runs_ahead: bool = True
 
     @property
     def stages(self) -> int:
@@ -91,10 +93,10 @@ class PipelineSchedule:
         """Return the chunks whose message to a stage is not waited for before `at`.
 
         A message has been asked for if its reader comes earlier in one order of all actions: so to wait for it can't
-        block. The newest may wait on, so that a rank need not keep step with another.
+        block.
         """
-        kind, now = at.kind, self._key(at)
-        return [*(c for c in chunks[:-1] if self._key(Action(kind, receiver, c)) >= now), *chunks[-1:]]
+        newest = chunks[-1:] if self.runs_ahead else ()
+        return [c for c in chunks if c in newest or self._key(Action(at.kind, receiver, c)) >= self._key(at)]
 
     def unread(self, kind: str, sender: int, receiver: int) -> int:
         """Return the most messages from one stage to another that lie there at once, the newest included."""

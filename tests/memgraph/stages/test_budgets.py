@@ -13,6 +13,7 @@ import torch
 
 import memgraph
 from memgraph import BudgetError
+from memgraph.stages.mini_batch_planner import MiniBatchPlanner
 from passes.stages.pipeline_schedule import SCHEDULES
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.ranks import on_ranks
@@ -131,6 +132,28 @@ def _evaluated(rank: int) -> list[Any]:
 def test_budgets_that_evaluation_asks_for_work_for_training_too() -> None:
     for budgets, peaks in on_ranks(2, _evaluated):
         assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
+def _in_step(rank: int) -> list[Any]:
+    """Return loss and forecasts of an evaluation of which a search finds plans, and where it finds none."""
+    found = []
+    for patched in (False, True):
+        model, batch = wide(64)
+        pipe = memgraph.pipeline(model, "64MB", 4)
+        pipe.prepare(**batch)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if patched:
+                patch.setattr(MiniBatchPlanner, "searched", lambda *_: None)
+            loss = pipe.step(**batch)
+        plan = pipe._latest
+        found.append((None if loss is None else loss.item(), plan.peaks, plan.schedule.runs_ahead))
+    return found
+
+
+def test_the_smallest_plans_of_an_evaluation_wait_for_each_message() -> None:
+    for (loss, peaks, runs_ahead), (same, less, keeps_step) in on_ranks(2, _in_step):
+        assert (same, runs_ahead, keeps_step) == (loss, True, False)
+        assert less[0] < peaks[0]
 
 
 def test_without_a_budget_each_rank_has_what_is_free_there() -> None:

@@ -21,7 +21,8 @@ Event = tuple[object, ...]
 def schedules(draw: st.DrawFn) -> PipelineSchedule:
     name = draw(st.sampled_from([*SCHEDULES, NO_GRADIENTS]))
     several = draw(st.integers(1, 4)) if name in ("interleaved", NO_GRADIENTS) else 1
-    return PipelineSchedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 20)), several)
+    ranks, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 20))
+    return PipelineSchedule(name, ranks, chunks, several, runs_ahead=draw(st.booleans()))
 
 
 def _waits(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[Event, list[Event]]]:
@@ -45,7 +46,8 @@ def _waits(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[Event, list[
         if kind != WEIGHTS:
             for reader in readers:
                 sent.setdefault((kind, stage, reader), []).append(chunk)
-                assert len(sent[kind, stage, reader]) <= schedule.unread(kind, stage, reader) or kind == FORWARD
+                is_settled = kind == BACKWARD or schedule.name == NO_GRADIENTS
+                assert len(sent[kind, stage, reader]) <= schedule.unread(kind, stage, reader) or not is_settled
         if kind == BACKWARD:
             later = range(stage + 1, schedule.stages)
             yield ("values", action), [("ask", Action(FORWARD, other, chunk)) for other in later]
@@ -63,6 +65,12 @@ def test_no_rank_waits_forever(schedule: PipelineSchedule) -> None:
                 done.add(events.pop(0)[0])
                 moved = True
     assert left == [[]] * schedule.ranks
+
+
+def test_a_rank_that_does_not_run_ahead_keeps_one_message() -> None:
+    for runs_ahead, kept in ((True, 2), (False, 1)):
+        schedule = PipelineSchedule(NO_GRADIENTS, 3, 8, runs_ahead=runs_ahead)
+        assert [schedule.unread(FORWARD, stage, stage + 1) for stage in (0, 1)] == [kept, kept]
 
 
 @given(schedules())
