@@ -65,13 +65,18 @@ class Incumbent:
         """Return True if the best plan is near its bound."""
         if self.best is None:
             return False
-        result = self._result(self.best)
-        return result.forecast.us - result.lower_bound <= max(GAP * result.lower_bound, NEGLIGIBLE_US)
+        least_us = self._least_us(self.best)
+        return self.best.forecast.us - least_us <= max(GAP * least_us, NEGLIGIBLE_US)
 
     def is_fair(self) -> bool:
         """Return True if the best plan is not far from what is proven."""
         best = self.best
         return best is not None and best.forecast.us <= (1 + FAIR_GAP) * (self.step_us + self.bound_us)
+
+    @property
+    def gain_us(self) -> float:
+        """The most that another plan may be faster than the best one."""
+        return INFINITY if self.best is None else max(NEGLIGIBLE_US, self.best.forecast.us - self._least_us(self.best))
 
     @property
     def near_us(self) -> float:
@@ -85,6 +90,9 @@ class Incumbent:
         if best is None:
             return INFINITY
         return min(best.forecast.us / (1 + GAP), best.forecast.us - NEGLIGIBLE_US) - self.step_us + self.tie_us
+
+    def _least_us(self, candidate: Candidate) -> float:
+        return self._result(candidate).lower_bound
 
     def _result(self, candidate: Candidate) -> PlanResult:
         result = self._results.get(candidate)

@@ -47,7 +47,7 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
     if not solver.is_installed():
         return Proposal(())
     problem = PlanProblem(ReuseGaps(trace), machine)
-    return Optimizer(problem, until, WorkLimits.for_step(problem.size, problem.captured.us)).run()
+    return Optimizer(problem, until, WorkLimits.for_step(problem.size, problem.captured.us, until)).run()
 
 
 def prove(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:

@@ -207,10 +207,11 @@ class RoundingSearch:
 
     def _limits(self, threshold: float, last: bool) -> SearchLimits | None:
         """Return the limits of a search.  If a wider one follows, it ends once no near plan is left."""
-        left = min(self.work.total - self.model.lp.search_work, self.work.narrow if self.ends_early else INFINITY)
+        incumbent = self.incumbent
+        left = self.work.left(self.model.lp.search_work, incumbent.gain_us)
+        left = min(left, self.work.narrow if self.ends_early else INFINITY)
         if left <= 0:
             return None
-        incumbent = self.incumbent
         target = incumbent.bound_us + AIM * (incumbent.near_us - incumbent.bound_us)
         abs_gap = ABS_GAP * self.step_us if len(self.model.lp.costs) > SMALL else 0.0
         if threshold == INFINITY:

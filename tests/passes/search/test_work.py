@@ -21,7 +21,7 @@ from passes.search.greedy import greedy_plan_no_offload
 from passes.search.optimize import THRESHOLDS, optimize_no_offload
 from passes.search.rounding_search import RoundingSearch
 from passes.search.state_search import plan_with_state
-from passes.search.work import FEW, NARROW, WORK_PER_OP, WorkLimits
+from passes.search.work import FEW, NARROW, REPAID, WORK_PER_OP, WorkLimits
 from tests.oracle.network import layers
 from tests.passes.lp.test_state_vars import CHAIN
 from tests.passes.search.test_optimize import between
@@ -115,3 +115,10 @@ def test_where_no_recomputation_reloads_state_there_is_no_second_search(monkeypa
     assert plan_with_state(search, work, 0.0) is None
     assert search.problem.states and not search.charge_reloads()
     assert not search.reload_rows and search.charges_reloads
+
+
+def test_where_someone_waits_a_search_has_to_be_repaid() -> None:
+    alone, waiting = WorkLimits.for_step(500, 10_000.0), WorkLimits.for_step(500, 10_000.0, until=60.0)
+    assert alone.left(0.0, gain_us=1.0) == waiting.left(0.0, INFINITY) == 500 * WORK_PER_OP
+    assert waiting.left(10_000_000, gain_us=400.0) == 400 * REPAID - 10_000_000
+    assert waiting.smaller.left(0.0, gain_us=1.0) == REPAID
