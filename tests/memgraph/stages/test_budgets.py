@@ -135,7 +135,7 @@ def test_budgets_that_evaluation_asks_for_work_for_training_too() -> None:
 
 
 def _in_step(rank: int) -> list[Any]:
-    """Return loss and forecasts of an evaluation of which a search finds plans, and where it finds none."""
+    """Return loss and forecasts of an evaluation, once with plans that a search finds and once without a search."""
     found = []
     for patched in (False, True):
         model, batch = wide(64)
