@@ -1,6 +1,7 @@
 """Progress lines while a call is planned: the first after two seconds, then one every few seconds.
 
     memgraph: pricing ops, 120 of 340, about 9 s left (4 s so far); time_limit= bounds planning, plan= spares it
+    memgraph: planning, passes tried, 1 of 9, best +12.8%, within 0.4% of the bound, 25 s of time_limit left (15 s so far)
 
 They are printed if stderr is a terminal, and logged by the `memgraph` logger (INFO) otherwise.
 """
@@ -18,6 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+
+from passes import PlanResult
 
 from ..graph.provenance import counting_nodes
 
@@ -37,6 +40,7 @@ class Progress:
     def __init__(self) -> None:
         self._begin = time.monotonic()
         self._phase, self._count, self._of, self._since = "beginning", 0, 0, self._begin
+        self._best = ""
         self._until = math.inf
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -55,7 +59,7 @@ class Progress:
 
     def phase(self, name: str, of: int = 0) -> None:
         """Begin a phase of `of` items; 0 if their number is not known."""
-        self._phase, self._count, self._of, self._since = name, 0, of, time.monotonic()
+        self._phase, self._count, self._of, self._since, self._best = name, 0, of, time.monotonic(), ""
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -72,10 +76,16 @@ class Progress:
         """Count one more item of the phase."""
         self._count += 1
 
+    def tried(self, best: PlanResult, budget: int) -> None:
+        """Count one more pass of a search, and say what the best plan behind it is."""
+        fits = best.forecast.peak <= budget
+        self._best = f", best {best.overhead:+.1%}, within {best.gap:.1%} of the bound" if fits else ", none fits yet"
+        self.done()
+
     def line(self) -> str:
         now = time.monotonic()
         some = f", {self._count} of {self._of}" if self._of else f", {self._count}" if self._count else ""
-        return f"{self._phase}{some}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
+        return f"{self._phase}{some}{self._best}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
 
     def _left(self, now: float) -> str:
         if self._until < math.inf:

@@ -116,7 +116,7 @@ class PlanSearch:
             return self._made(trace, machine, late)
 
     def _made(self, trace: Trace, machine: Machine, until: float) -> PlanResult:
-        log, seconds = PassLog(self.progress.done), max(0.0, until - time.monotonic())
+        log, seconds = PassLog(partial(self.progress.tried, budget=machine.budget)), max(0.0, until - time.monotonic())
         ends = self.interruptible and self.options.forwards == 1  # several forwards are searched for several times
         run = make_plan if self.below == math.inf else partial(make_plan, passes=BESIDE, below=self.below)
         result = run(trace, machine, log=log, seconds=seconds, interruptible=ends)

@@ -41,7 +41,7 @@ def show_log() -> None:
 class PassLog:
     """Called behind each pass of one search: counts it, logs it, and writes it if that is asked for."""
 
-    def __init__(self, done: Callable[[], None]) -> None:
+    def __init__(self, done: Callable[[PlanResult], None]) -> None:
         self._done = done
         self._count = 0
         named = os.environ.get(DUMP)
@@ -50,7 +50,7 @@ class PassLog:
     def __call__(self, name: str, best: PlanResult) -> None:
         """Note the best plan behind the pass `name`."""
         if self._count:
-            self._done()
+            self._done(best)
         LOG.debug("%-24s %d decisions, %s", name, len(best.plan), best.forecast)
         if LOG.isEnabledFor(logging.DEBUG - 1):
             for decision in best.plan:

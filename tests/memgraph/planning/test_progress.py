@@ -19,6 +19,8 @@ from torch import nn
 import memgraph
 from memgraph.planning import progress
 from memgraph.planning.progress import Progress
+from passes import Machine, make_plan
+from tests.passes.test_pipeline import FLOOR, STEP
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -55,6 +57,19 @@ def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
     assert told.line().startswith("capturing, ops traced (0 s so far)")
     told.done()
     assert told.line().startswith("capturing, ops traced, 1 (0 s so far)")
+
+
+def test_a_line_of_planning_says_how_good_the_best_plan_is_so_far() -> None:
+    best = make_plan(STEP, Machine(FLOOR))
+    told = Progress()
+    told.phase("planning, passes tried", 9)
+    told.tried(best, best.forecast.peak - 1)
+    assert told.line().startswith("planning, passes tried, 1 of 9, none fits yet, at most about ")
+    told.tried(best, best.forecast.peak)
+    found = f"best {best.overhead:+.1%}, within {best.gap:.1%} of the bound"
+    assert told.line().startswith(f"planning, passes tried, 2 of 9, {found}, at most about ")
+    told.phase("rewriting")
+    assert told.line().startswith("rewriting (0 s so far)")
 
 
 def test_planning_is_told_phase_by_phase_in_the_log(
