@@ -1,7 +1,7 @@
 """Progress lines while a call is planned: the first after two seconds, then one every few seconds.
 
     memgraph: pricing ops, 120 of 340, about 9 s left (4 s so far); time_limit= bounds planning, plan= spares it
-    memgraph: planning, passes tried, 1 of 9, best +2.8%, within 0.4% of the bound, 25 s of time_limit left (15 s so far)
+    memgraph: planning, passes tried, 1 of 9, best +2.8%, within 0.4% of the bound, 9 s of time_limit left (31 s so far)
 
 They are printed if stderr is a terminal, and logged by the `memgraph` logger (INFO) otherwise.
 """
