@@ -12,14 +12,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import typer
 from torch import nn
+
+from ..fit.described_model import ModelCall
 
 KEYS = ("model", "args", "kwargs", "optimizer", "loss")
 FORMS = (
@@ -27,23 +27,7 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A module, and the arguments that it is called with."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
-    loss: Callable[..., Any] | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for `memgraph.plan` and `memgraph.sweep`."""
-        return {**self.kwargs, "optimizer": self.optimizer, "loss": self.loss}
-
-
-def load_call(target: str) -> Call:
+def load_call(target: str) -> ModelCall:
     """Import a file or a module and call the factory in it.
 
     Args:
@@ -67,18 +51,18 @@ def load_factory(target: str) -> Callable[..., Any]:
     return factory
 
 
-def made_call(made: Any, target: str) -> Call:
+def made_call(made: Any, target: str) -> ModelCall:
     """Return the call that a factory has made; `target` names it in an error."""
     if isinstance(made, nn.Module):
-        return Call(made)
+        return ModelCall(made)
     if isinstance(made, Sequence) and made and isinstance(made[0], nn.Module):
-        return Call(made[0], tuple(made[1:]))
+        return ModelCall(made[0], tuple(made[1:]))
     if isinstance(made, Mapping) and isinstance(made.get("model"), nn.Module):
         if unknown := set(made) - set(KEYS):
             raise typer.BadParameter(f"{target} returned unknown {', '.join(sorted(map(str, unknown)))}; {FORMS}")
         args = made.get("args", ())
         given = {**made, "args": tuple(args) if isinstance(args, list | tuple) else (args,)}
-        return Call(**given)
+        return ModelCall(**given)
     raise typer.BadParameter(f"{target} returned {type(made).__name__}, which has no module: {FORMS}")
 
 

@@ -25,7 +25,6 @@ from ..fit.fit_result import FitResult
 from ..fit.fitted_step import FittedStep, Fitting
 from ..fit.largest import Largest, largest
 from ..fit.other_sizes import guessed_trace
-from ..guards.module_proxy import WithLoss
 from ..report.report import Report
 from ..system.device import HEADROOM
 from .budget_option import budget_within
@@ -121,9 +120,7 @@ def _described(target: str, dtype: torch.dtype, optimizer: str, most: Sought | N
 def _made(factory: Callable[..., Any], takes: list[str], target: str, batch: int, seq: int) -> ModelCall:
     given = {"batch": batch, "seq": seq}
     with torch.device("meta"):
-        call = made_call(factory(**{name: given[name] for name in takes}), target)
-    model = call.model if call.loss is None else WithLoss(call.model, call.loss)
-    return ModelCall(model, call.args, call.kwargs, call.optimizer)
+        return made_call(factory(**{name: given[name] for name in takes}), target)
 
 
 class _Sized:

@@ -20,12 +20,13 @@ from ..api.compiler import make_planner
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
 from ..api.what_helps import Attempts
+from ..fit.described_model import ModelCall
 from ..options.compile_options import CompileArguments
 from ..report.report import Report
 from ..report.snapshot_peak import snapshot_peaks
 from ..report.torch_snapshot import read_snapshot
 from .budget_option import budget_within, share_or_text
-from .factory import Call, load_call
+from .factory import load_call
 from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
 
 Target = Annotated[
@@ -131,14 +132,14 @@ def explain(
     return 0
 
 
-def _loaded(target: str) -> Call:
+def _loaded(target: str) -> ModelCall:
     say(f"loading {target}")
     call = load_call(target)
     say("capturing the step")
     return call
 
 
-def _print_help(call: Call, report: Report, budget: str | float, options: dict[str, Any]) -> None:
+def _print_help(call: ModelCall, report: Report, budget: str | float, options: dict[str, Any]) -> None:
     """Print the options with which a plan that costs much would cost less."""
     given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
     took_s = report.planned_us / 1e6

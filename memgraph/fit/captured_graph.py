@@ -35,11 +35,12 @@ def captured_graph(
         CaptureError: the model can't be captured.
     """
     options = parse_options(budget, optimizer=call.optimizer, accumulate=False, opaque=False, lower=None)
-    state = optimizer_state(call.model, options, device)
+    module = call.module
+    state = optimizer_state(module, options, device)
     tier = "disk" if level else None  # of any name: nothing is offloaded here
     target = Target(device, budget, tier, None, None, lowers=False)
     args, kwargs = fake_arguments(call.args, dict(call.kwargs), device)
-    step = Call(call.model, args, kwargs, options.outputs)
+    step = Call(module, args, kwargs, options.outputs)
     try:
         return capture_step(step, lambda: target, state, options, known, cuts=Cuts(level=level, tries=False))
     except NotImplementedError as error:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..guards.module_proxy import WithLoss
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -31,6 +33,17 @@ class ModelCall:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
+    loss: Callable[..., Any] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the module that returns the loss, if there is one."""
+        return self.model if self.loss is None else WithLoss(self.model, self.loss)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return keyword arguments for `memgraph.plan` and `memgraph.sweep`."""
+        return {**self.kwargs, "optimizer": self.optimizer, "loss": self.loss}
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,7 +129,7 @@ class Fitting:
             return self._priced(call, captured_graph(call, self.budget), 0)
 
     def _priced(self, call: ModelCall, graph: StepGraph, level: int) -> FittedStep:
-        model, optimizer, profile = call.model, call.optimizer, self.profile
+        model, optimizer, profile = call.module, call.optimizer, self.profile
         trace = in_blocks(graph.summarize(self.prices), profile.block)
         trace, machine = with_libraries(trace, profile.libraries), profile.machine(self.budget)
         finer = Finer(partial(self._in_blocks, call, graph.captured, level + 1)) if level < LEVELS else None
