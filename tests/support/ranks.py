@@ -2,8 +2,8 @@
 
 results = on_ranks(2, function, *args)   # runs function(rank, *args) in each process; results in rank order
 
-A fork server imports torch once for all tests, so that a start takes a fraction of a second. A rank that fails takes
-the others with it, and its traceback is the test's; ranks that hang are ended.
+A fork server imports once for all tests what most of their ranks import: torch, memgraph and models of transformers. A rank
+that fails takes the others with it, and its traceback is the test's; ranks that hang are ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch._C import _distributed_c10d as c10d
 
 SECONDS = 180  # for one start with all its work, and the first import on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
+PRELOADED = ["memgraph", "highspy", "pytest", "torch._dynamo", "tests.support.staged_models"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5")]
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 def on_ranks(
