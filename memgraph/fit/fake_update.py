@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
-from ..opaque.live_bytes import LiveBytes
+from ..optim.fake_step import fake_states, fake_step_nbytes
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
 from ..optim.optimizer_clone import clone_optimizer, distinct_steps
 from ..system.device import CPU
@@ -94,30 +91,7 @@ def _window(optimizer: optim.Optimizer, fakes: Sequence[Tensor], kind: str) -> i
 def _stepped(
     optimizer: optim.Optimizer, parameters: Sequence[Tensor], rounded: Callable[[int], int]
 ) -> tuple[int, int]:
-    """Return the bytes of the states after a step, and the most that the next one allocates beside them."""
-    known = [each for p in parameters for each in (p, p.grad) if each is not None]
-    with _Meter(known, rounded), torch.no_grad():
-        type(optimizer).step(optimizer)
-    states = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
-    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in states}
-    with _Meter([*known, *states], rounded) as later, torch.no_grad():
-        for _ in range(distinct_steps(optimizer) - 1):
-            type(optimizer).step(optimizer)
-    return sum(map(rounded, sizes.values())), int(later.live.peak)
-
-
-class _Meter(TorchDispatchMode):
-    """Counts the storages that ops make, while they are alive."""
-
-    def __init__(self, known: Sequence[Tensor], rounded: Callable[[int], int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.rounded = LiveBytes(known), rounded
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor):
-                self.live.add(leaf, self.rounded(leaf.untyped_storage().nbytes()))
-        return result
+    """Return the bytes of the states after a step, and the most that a later one allocates beside them."""
+    _, *later = [fake_step_nbytes(optimizer, parameters, rounded) for _ in range(distinct_steps(optimizer))]
+    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in fake_states(optimizer)}
+    return sum(map(rounded, sizes.values())), max(later)

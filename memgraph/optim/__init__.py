@@ -7,6 +7,7 @@ elementwise           optimizers whose update changes each element independently
 first_state           the state that an optimizer's first step creates
 validate_state        check a state dict before it is loaded
 optimizer_clone       run a copy of an optimizer on other tensors
+fake_step             the bytes that a step allocates, on tensors without bytes
 optimizer_profiler    measure the states and the update of an optimizer on made-up parameters
 update_cost           add states and update to the text of a step
 update_operands       the tensors that an update reads and writes

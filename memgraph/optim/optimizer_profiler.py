@@ -4,7 +4,8 @@
     f32[1024, 256] of them       ->  310 us for its update alone
 
 It steps on one parameter of each kind (group, shape, dtype, device), and on consecutive pairs where two may take more
-than one, so that no optimizer is modelled here.
+than one, so that no optimizer is modelled here.  Large parameters are fakes, where fakes of small ones take what real
+ones do.
 """
 
 from __future__ import annotations
@@ -12,25 +13,37 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..capture.constant_fake_mode import ConstantFakeMode
+from ..errors import UpdateError
 from ..guards.signature import kernel_modes
 from ..profile.memory_meter import measure_peak, resident_bytes
-from ..system.device import keeping_freed_memory
+from ..system.device import CPU, keeping_freed_memory
 from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
 from .elementwise import ELEMENTWISE
-from .optimizer_clone import clone_nbytes, clone_optimizer, distinct_steps, initial_state, profiling_error
+from .fake_step import fake_step_nbytes
+from .optimizer_clone import (
+    SAMPLE_ELEMENTS,
+    clone_nbytes,
+    clone_optimizer,
+    distinct_steps,
+    initial_state,
+    profiling_error,
+)
 
+LARGE = 1 << 18  # bytes of parameters: a step on real ones allocates several times as much
+SCALARS = 256  # bytes of an update: more are no scalars
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 
 _update_times: dict[str, float] = {}  # microseconds; a cache, so that no kind is timed twice in a process
@@ -71,6 +84,19 @@ class ParameterKind:
     def of(cls, group: int, parameter: Tensor) -> ParameterKind:
         return cls(group, tuple(parameter.shape), parameter.dtype, parameter.device)
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def smaller(self) -> ParameterKind:
+        """The kind with its largest sizes halved until few elements are left."""
+        shape = [*self.shape]
+        while math.prod(shape) > SAMPLE_ELEMENTS:
+            i = shape.index(max(shape))
+            shape[i] = (shape[i] + 1) // 2
+        return replace(self, shape=tuple(shape))
+
     def sample(self) -> Tensor:
         """Make up a parameter with a gradient."""
         parameter = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
@@ -78,15 +104,27 @@ class ParameterKind:
         return parameter
 
 
+class UpdateBytes(NamedTuple):
+    """Bytes of the states after some steps, and the most that one of these allocates and frees."""
+
+    states: int
+    workspace: int
+
+
 KindPair = tuple[ParameterKind, ParameterKind]
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerBytes:
-    """Bytes that were measured: the workspace of an update of some kinds, one after the other, and states of a kind."""
+    """Bytes that were measured: the workspace of an update of some kinds, one after the other, and states of a kind.
+
+    Attributes:
+        extra: what real steps on these small kinds allocated more than steps on fakes; None if that is no constant.
+    """
 
     workspaces: dict[tuple[ParameterKind, ...], int] = field(default_factory=dict)
     states: dict[ParameterKind, int] = field(default_factory=dict)
+    extra: dict[tuple[ParameterKind, ...], int | None] = field(default_factory=dict)
 
 
 class OptimizerProfiler:
@@ -95,7 +133,7 @@ class OptimizerProfiler:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         known = _measured_before(optimizer)
-        self.workspaces, self.states = known.workspaces, known.states
+        self.workspaces, self.states, self.extra = known.workspaces, known.states, known.extra
 
     def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
         """Return the bytes of the states of parameters of these kinds."""
@@ -172,17 +210,55 @@ class OptimizerProfiler:
             return shortest_us(step, kind.device, flush_caches(kind.device))
 
     def _measure_workspace(self, kinds: Sequence[ParameterKind]) -> int:
-        clone = self._clone(kinds)
+        measured = self._fake_nbytes(kinds) or self._real_nbytes(kinds)
+        if len(kinds) == 1:
+            self.states[kinds[0]] = measured.states
+        return measured.workspace
+
+    def _fake_nbytes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes | None:
+        """Return what steps on fakes of large parameters take, so that no budget is exceeded to measure them.
+
+        None if they are small, or if fakes of small parameters with as many dimensions do not tell what real ones take.
+        """
+        if sum(kind.nbytes for kind in kinds) <= LARGE or any(kind.device != CPU for kind in kinds):
+            return None
+        small = tuple(kind.smaller for kind in kinds)
         try:
-            first, *later = [
-                run_unprofiled(partial(_step_nbytes, clone, kinds[0].device)) for _ in range(distinct_steps(clone))
-            ]
+            if small not in self.extra:
+                self.extra[small] = _extra(self._stepped_fakes(small), self._real_nbytes(small))
+            extra = self.extra[small]
+            if extra is None:
+                return None
+            states, workspace = self._stepped_fakes(kinds)
+        except UpdateError:
+            return None
+        return UpdateBytes(states, workspace + extra)
+
+    def _stepped_fakes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
+        with ConstantFakeMode():
+            return self._stepped(kinds, fake_step_nbytes)
+
+    def _real_nbytes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
+        def step_nbytes(clone: torch.optim.Optimizer, _: object) -> int:
+            return run_unprofiled(partial(_step_nbytes, clone, kinds[0].device))
+
+        return self._stepped(kinds, step_nbytes)
+
+    def _stepped(self, kinds: Sequence[ParameterKind], step_nbytes: Callable[..., int]) -> UpdateBytes:
+        """Return the bytes of the first steps on parameters of these kinds.
+
+        Raises:
+            UpdateError: a step fails.
+        """
+        clone = self._clone(kinds)
+        parameters = [p for group in clone.param_groups for p in group["params"]]
+        try:
+            first, *later = [step_nbytes(clone, parameters) for _ in range(distinct_steps(clone))]
         except Exception as error:
             raise profiling_error(clone, error) from error
         kept = resident_bytes(state_tensors(clone))
-        if len(kinds) == 1:
-            self.states[kinds[0]] = kept
-        return max(0, first - kept, *later) + clone_nbytes(clone)  # which an update in backward takes as well
+        # An update in backward takes the clone's own tensors as well.
+        return UpdateBytes(kept, max(0, first - kept, *later) + clone_nbytes(clone))
 
     def _clone(self, kinds: Sequence[ParameterKind]) -> torch.optim.Optimizer:
         """The optimizer over made-up parameters that have a gradient and no steps yet."""
@@ -208,6 +284,12 @@ def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
         measured = OptimizerBytes()
         _measured[optimizer] = options, measured
     return measured
+
+
+def _extra(fake: UpdateBytes, real: UpdateBytes) -> int | None:
+    """Return what scalars take, which ops make of numbers and no fake shows."""
+    more = real.workspace - fake.workspace
+    return more if fake.states == real.states and 0 <= more <= SCALARS else None
 
 
 def _step_nbytes(clone: torch.optim.Optimizer, device: torch.device) -> int:

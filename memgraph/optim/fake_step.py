@@ -1,0 +1,57 @@
+"""The bytes that a step of an optimizer allocates, found on tensors without bytes.
+
+AdamW on a fake f32[80000, 64] with its gradient   ->   61.4 MB in its first step, 20.5 MB in its second
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..opaque.live_bytes import LiveBytes
+
+
+def fake_step_nbytes(
+    optimizer: torch.optim.Optimizer, parameters: Collection[Tensor], rounded: Callable[[int], int] = int
+) -> int:
+    """Step once, inside a fake mode, and return the most that the step allocates and that is alive at once.
+
+    Args:
+        rounded: the bytes of a block on the device, for the bytes of a tensor.
+    """
+    known = [each for p in parameters for each in (p, p.grad) if each is not None]
+    with _Meter([*known, *fake_states(optimizer)], rounded) as meter, torch.no_grad():
+        type(optimizer).step(optimizer)
+    return int(meter.live.peak)
+
+
+def fake_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of all states."""
+    return [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the storages that ops make, while they are alive."""
+
+    def __init__(self, known: Sequence[Tensor], rounded: Callable[[int], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self.rounded = LiveBytes(known), rounded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            return 1.0  # of a norm, for one, by which Adafactor scales its update
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                self.live.add(leaf, self.rounded(leaf.untyped_storage().nbytes()))
+        return result
