@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from passes import Trace, predict
+import passes
+from passes import Trace, make_plan, predict
 from passes.ir.liveness import RELEASED, released
+from passes.pipeline import FITTING
 
 from ..errors import BudgetError
 from ..report.report import Report
@@ -74,8 +76,9 @@ def refuse_kept(
         BudgetError: so much is held that the step would exceed its budget.
     """
     kept = outputs.kept_nbytes(saved) + sum(_kept_nbytes(tangents))
-    needed = report.peak + kept
-    if needed > report.budget and (needed := min(needed, _peak_with_all(report))) > report.budget:
+    needed = min(report.peak + kept, _peak_with_all(report))
+    if needed > report.budget:
+        needed = _smallest_with_all(report)
         text = (
             f"the budget of {report.budget} bytes is enough only if the model's outputs are freed when backward "
             f"begins, and {kept} bytes of them, or of their gradients, are still held: free them before backward "
@@ -87,9 +90,21 @@ def refuse_kept(
 
 def _peak_with_all(report: Report) -> int:
     """Return the peak of the same plan if outputs and tangents are held to the end."""
-    trace = report.forecast.trace
+    return predict(_with_all(report.forecast.trace), report.machine).peak
+
+
+def _smallest_with_all(report: Report) -> int:
+    """Return a budget for which the quick passes find a plan that holds them to the end: so will a new process."""
+    try:
+        make_plan(_with_all(report.choice.captured.trace), replace(report.machine, budget=0), FITTING)
+    except passes.BudgetError as error:
+        return error.smallest
+    return 0
+
+
+def _with_all(trace: Trace) -> Trace:
     kept = (("output" if kind == RELEASED else kind, value) for kind, value in trace.outputs)
-    return predict(replace(trace, outputs=tuple(kept)), report.machine).peak
+    return replace(trace, outputs=tuple(kept))
 
 
 def _references(ref: StorageWeakRef) -> int:

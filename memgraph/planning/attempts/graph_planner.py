@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -92,7 +93,6 @@ class GraphPlanner:
 
     def _planned(self, attempt: Attempt, graph: StepGraph) -> Planned | Refused:
         call, began, earlier = self.call, attempt.began, attempt.earlier
-        refuse_value_run(call, graph)
         captured_s = time.perf_counter() - began
         until = time.monotonic() + self.options.planning_s(captured_s)
         self.progress.bound(until)
@@ -100,6 +100,7 @@ class GraphPlanner:
         for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, self.progress, until, is_last=for_scalars is None)
         later = LaterStep(graph, replace(pricing, keeps_pages=True), search)
+        refuse_value_run(call, graph, partial(_needed_nbytes, pricing, search, later))
         trace, machine = pricing(graph)
         try:
             known = earlier.accumulated_plan if earlier is not None else None
@@ -139,6 +140,22 @@ class GraphPlanner:
             LOG.warning("interrupted: the step runs in slices, and may be faster without; interrupt again to stop")
             return sliced
         return _faster(Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began), sliced)
+
+
+def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budget: int) -> int:
+    """Return a budget of at least so many bytes for which the quick passes find plans of all later calls.
+
+    Ranks that plan together are not asked: some of them may have no error.
+    """
+    if later.first.ranks.plan_together:
+        return budget
+    trace, machine = pricing(later.first)
+    quick = replace(search, until=time.monotonic(), is_last=False)
+    try:
+        quick.search(trace, replace(machine, budget=budget))
+    except BudgetError as error:
+        budget = error.smallest
+    return max(budget, later.needed_nbytes())
 
 
 def _faster(whole: Planned, sliced: Planned) -> Planned:

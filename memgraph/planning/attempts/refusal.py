@@ -51,8 +51,11 @@ def budget_error(
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}{_reasons(whole, needed)}", error.budget, needed)
 
 
-def refuse_value_run(call: Call, graph: StepGraph) -> None:
+def refuse_value_run(call: Call, graph: StepGraph, needed_nbytes: Callable[[int], int]) -> None:
     """
+    Args:
+        needed_nbytes: returns a budget for which the whole call has a plan, of so many bytes at least.
+
     Raises:
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
@@ -60,12 +63,14 @@ def refuse_value_run(call: Call, graph: StepGraph) -> None:
     parameters = list(call.module.parameters())
     given = tensors_of(flatten((call.args, call.kwargs))[0])
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    needed = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
-    if nbytes and needed > budget:
+    forward = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
+    if nbytes and forward > budget:
+        needed = needed_nbytes(forward)
+        step = f", and the step {needed}" if needed > forward else ""
         raise BudgetError(
             f"{budget} bytes are allowed; forward branches on values of tensors, and is run once without backward to "
-            f"find them, which takes {needed}: give budget={needed}, a smaller batch for the first step, or compute "
-            "with torch.where or a mask instead",
+            f"find them, which takes {forward}{step}: give budget={needed}, a smaller batch for the first step, or "
+            "compute with torch.where or a mask instead",
             budget, needed,
         )  # fmt: skip
 

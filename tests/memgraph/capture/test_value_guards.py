@@ -218,7 +218,24 @@ def test_a_run_for_values_above_the_budget_is_refused_with_one_that_does() -> No
     x = torch.randn(4096)
     with pytest.raises(memgraph.BudgetError, match="branches on values of tensors") as caught:
         memgraph.compile(Inference(), 300_000)(x)
-    memgraph.compile(Inference(), max(caught.value.smallest, 1_000_000))(x).backward()
+    memgraph.compile(Inference(), caught.value.smallest)(x).backward()
+
+
+def test_the_budget_that_it_names_is_enough_for_the_step_too() -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.first(x).relu())
+            return y.nan_to_num() if y.isnan().any() else y
+
+    x = torch.randn(1024, 64)
+    with pytest.raises(memgraph.BudgetError, match=r"which takes \d+, and the step \d+: give budget=") as caught:
+        memgraph.compile(Checked(), 1_200_000)(x)
+    result = memgraph.compile(Checked(), caught.value.smallest)(x)
+    result.square().mean().backward()
 
 
 def flags() -> list[Tensor]:

@@ -190,6 +190,24 @@ def test_outputs_that_are_held_are_refused_before_backward_takes_memory() -> Non
 
 
 @handed_over
+def test_the_budget_that_is_named_for_held_outputs_is_enough_for_them() -> None:
+    def compiled(budget: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        return memgraph.compile(model, budget, optimizer=torch.optim.AdamW(model.parameters()), offload=None)
+
+    x = torch.randn(2048, 64)
+    with pytest.raises(memgraph.BudgetError) as unplanned:
+        compiled(500_000)(x)
+    found = re.search(r"before backward, budget=(\d+)", str(unplanned.value))
+    assert found
+    result = compiled(int(found[1]))(x)
+    with pytest.raises(memgraph.BudgetError, match="are still held") as raised:
+        result.square().mean().backward()
+    result = compiled(raised.value.smallest)(x)
+    result.square().mean().backward()
+
+
+@handed_over
 def test_a_gradient_that_is_held_is_counted() -> None:
     model, x = Spectrum(), X
     lent = memgraph.compile(model, eagers(Spectrum, x, outside))
