@@ -2,6 +2,7 @@
 
 model.forward = BudgetedForward(model, "8GB", {})   ->   model(x) runs a planned step, and is the same module
 model.scale = 2.0                                   ->   the next step is one with that scale
+model.generate(ids)                                 ->   runs the plain forward
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch import nn
 
 from ..api.compiled_module import CompiledModule
 from ..api.compiler import compile
+from ..capture.call.changed_arguments import ChangedArgumentError
 from ..options.compile_options import Budget
+from ..system.frames import is_inside
+from ..system.user_warning import warn_user
 
 REPLACED = frozenset({"forward", "_original_forward"})  # here, and by accelerate
 STATE_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -40,6 +44,7 @@ class BudgetedForward:
         self._plain = model.forward
         self._shared, self._own = without_hooks(model), own
         self._optimizer: torch.optim.Optimizer | None = None
+        self._changed = set[type]()
         self.compiled: CompiledModule | None = None
         update_wrapper(self, model.forward)  # whoever asks for arguments of forward sees those of the model
 
@@ -49,15 +54,27 @@ class BudgetedForward:
             self._optimizer, self.compiled = optimizer, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None and not torch.is_grad_enabled():
-            return self._plain(*args, **kwargs)  # a token of `generate`, which has another shape each time
+        if not torch.is_grad_enabled() and self._makes_tokens(args, kwargs):
+            return self._plain(*args, **kwargs)
         own = self._own()
         follow(self._shared, self._model, own.keys() | REPLACED)
         vars(self._shared).update(own)
         if self.compiled is None:
             self.compiled = compile(self._shared, self._budget, optimizer=self._optimizer, **self._options)
         self.compiled.training = self._model.training
-        return self.compiled(*args, **kwargs)
+        try:
+            return self.compiled(*args, **kwargs)
+        except ChangedArgumentError as error:
+            if torch.is_grad_enabled():
+                raise
+            self._changed.add(error.kind)
+            warn_user(f"forward changes a {error.kind.__name__}: calls with one run outside of the budget")
+            return self._plain(*args, **kwargs)
+
+    def _makes_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True for a call in `generate`, where each has another shape, or with a cache that forward fills."""
+        filled = any(type(value) in self._changed for value in (*args, *kwargs.values()))
+        return filled or is_inside("generate", self._model)
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

@@ -1,15 +1,18 @@
-"""Find the user's line and the submodule behind an exception.
+"""Find the user's line and the submodule behind an exception, and the methods that are running.
 
 source_line(error.__traceback__)             ->   /home/me/model.py:12 in forward
 module_running(error.__traceback__, model)   ->   "layers.0.mlp", the module
+is_inside("generate", model)                 ->   True while model.generate(ids) calls model(ids)
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from traceback import walk_tb
-from types import CodeType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import CodeType, FrameType, TracebackType
 
 import torch
 from torch import nn
@@ -31,12 +34,26 @@ def source_line(traceback: TracebackType | None) -> str:
 def module_running(traceback: TracebackType | None, whole: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the innermost submodule whose forward raised, with its path; None if no forward did."""
     paths = {id(module): path for path, module in whole.named_modules()}
-    frames = (frame for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "forward")
-    owners = [frame.f_locals.get(first) for frame in frames for first in frame.f_code.co_varnames[:1]]
-    for owner in reversed(owners):
-        if isinstance(owner, nn.Module) and id(owner) in paths:
+    frames = (frame for frame, _ in walk_tb(traceback))
+    for owner in reversed(list(_modules_in("forward", frames))):
+        if id(owner) in paths:
             return paths[id(owner)] or "the model", owner
     return None
+
+
+def is_inside(method: str, module: nn.Module) -> bool:
+    """Return True if a method of this name is running, of `module` or of a module around it."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    return any(module in owner.modules() for owner in _modules_in(method, frames))
+
+
+def _modules_in(method: str, frames: Iterable[FrameType]) -> Iterator[nn.Module]:
+    """Return the modules whose method of this name runs in a frame, in the order of the frames."""
+    for frame in frames:
+        if frame.f_code.co_name == method and frame.f_code.co_varnames:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(owner, nn.Module):
+                yield owner
 
 
 def is_torchs(traceback: TracebackType | None) -> bool:

@@ -56,6 +56,20 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def t5() -> Any:
+    transformers.set_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
 def bert() -> Any:
     transformers.set_seed(0)
     sizes: dict[str, Any] = dict(
@@ -167,26 +181,17 @@ def test_trainer_trains_an_adapter_as_with_the_plain_model(place: str, tmp_path:
 
 
 def test_an_evaluation_that_generates_is_that_of_the_plain_model(tmp_path: Path) -> None:
-    transformers.set_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-    }
-    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    found = []
-    for model in (plain, memgraph.compile(plain, ROOM, time_limit=0)):
-        arguments = transformers.Seq2SeqTrainingArguments(
-            str(tmp_path), predict_with_generate=True, generation_max_length=4, per_device_eval_batch_size=4,
-            use_cpu=True, report_to=[], disable_tqdm=True,
-        )  # fmt: skip
-        predicted: Any = transformers.Seq2SeqTrainer(model, arguments).predict(WORDS)
-        found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
-    assert found[0] == found[1]
+    assert predicted(memgraph.compile(t5(), ROOM, time_limit=0), tmp_path) == predicted(t5(), tmp_path)
+
+
+def predicted(model: Any, folder: Path, **options: Any) -> tuple[list[list[int]], float]:
+    """Return the tokens that an evaluation generates, and its loss."""
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(folder), predict_with_generate=True, generation_max_length=4, per_device_eval_batch_size=4,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    found: Any = transformers.Seq2SeqTrainer(model, arguments, **options).predict(WORDS)
+    return found.predictions.tolist(), found.metrics["test_loss"]
 
 
 class Frozen(nn.Module):

@@ -16,6 +16,17 @@ from ...errors import CaptureError
 from ...tensors.pytree import CONSTANTS, Spec, flatten
 
 
+class ChangedArgumentError(CaptureError):
+    """Forward puts something into an argument, of the class `kind`."""
+
+    def __init__(self, name: str, kind: type) -> None:
+        super().__init__(
+            f"forward changes its argument `{name}`, but a captured step only returns tensors: what is put "
+            f"into a {kind.__name__} there would be lost. Return it, or let forward work on a copy"
+        )
+        self.kind = kind
+
+
 class ArgumentSnapshot:
     """The containers and objects among the arguments of a call, and what is in them before it."""
 
@@ -28,10 +39,7 @@ class ArgumentSnapshot:
         """Raise if forward has put something into one of them; what it has only taken out is not missed."""
         for name, value in self.given.items():
             if _is_changed(*self.before[name], *flatten(value)):
-                raise CaptureError(
-                    f"forward changes its argument `{name}`, but a captured step only returns tensors: what is put "
-                    f"into a {type(value).__name__} there would be lost. Return it, or let forward work on a copy"
-                )
+                raise ChangedArgumentError(name, type(value))
 
 
 def _is_changed(old: Sequence[Any], old_spec: Spec, new: Sequence[Any], new_spec: Spec) -> bool:

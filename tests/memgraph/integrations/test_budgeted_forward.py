@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from memgraph.errors import CaptureError
 from memgraph.integrations.budgeted_forward import BudgetedForward
 from memgraph.integrations.trainer_reads import TrainerReads
 
@@ -79,3 +81,84 @@ def test_a_step_depends_on_what_it_reads_of_a_trainer_and_on_nothing_else() -> N
         assert all(map(torch.equal, gradient(module), gradient(plain)))
         found.append(kinds(forward))
     assert found == [1, 2, 2, 3, 3]  # the first step did not know yet that epoch is read
+
+
+class Cache:
+    """What the last token leaves for the next one."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+class Words(nn.Module):
+    """A model of language whose cache has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, filled: Cache | None = None) -> Tensor:
+        y: Tensor = self.layer(x)
+        if filled is not None:
+            filled.states.append(y)
+            y = y + torch.stack(filled.states).sum(0)
+        return y
+
+    def generate(self, x: Tensor, filled: Cache | None = None) -> Tensor:
+        for _ in range(3):
+            x = self(x, filled)
+        return x
+
+
+class Around(nn.Module):
+    """A module whose `generate` calls a submodule."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__()
+        self.words = words
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.words(self.words(x))
+
+
+def budgeted_words() -> tuple[Words, BudgetedForward]:
+    module = Words()
+    forward = BudgetedForward(module, "1GB", {"time_limit": 0})
+    module.forward = forward  # type: ignore[method-assign]
+    return module, forward
+
+
+def test_generate_without_gradients_runs_the_plain_forward_whoever_has_it_and_whatever_it_is_given() -> None:
+    (module, forward), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
+    with torch.no_grad():
+        assert torch.equal(module.generate(x), plain.generate(x))
+        assert torch.equal(module.generate(x, Cache()), plain.generate(x, Cache()))
+        assert torch.equal(Around(module).generate(x), Around(plain).generate(x))
+    assert forward.compiled is None
+    assert torch.equal(module.generate(x), plain.generate(x)) and forward.compiled is not None
+
+
+def test_what_is_not_generate_of_the_module_is_planned_without_gradients() -> None:
+    def generate(other: nn.Module, module: nn.Module) -> Tensor:
+        y: Tensor = module(torch.ones(2, 8))
+        return y
+
+    module, forward = budgeted_words()
+    with torch.no_grad():
+        generate(Words(), module)
+    assert kinds(forward) == 1
+
+
+def test_a_cache_that_forward_fills_is_filled_outside_of_the_budget_and_refused_with_gradients() -> None:
+    (module, forward), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
+    ours, theirs = Cache(), Cache()
+    with (
+        torch.no_grad(),
+        pytest.warns(RuntimeWarning, match="a Cache: calls with one run outside of the budget") as said,
+    ):
+        for _ in range(3):
+            assert torch.equal(module(x, ours), plain(x, theirs))
+    assert len(said) == 1 and all(map(torch.equal, ours.states, theirs.states)) and kinds(forward) == 0
+    with pytest.raises(CaptureError, match="changes its argument `filled`"):
+        module(x, Cache())

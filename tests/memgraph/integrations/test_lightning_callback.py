@@ -78,6 +78,18 @@ class Inner(Called):
         return y
 
 
+class Generates(Called):
+    """A module whose validation makes rows one by one."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        for count in range(1, len(x)):
+            x[count] = x[count] + self.net(x[:count])[-1].sum()
+        return x
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.seen.append(float(self.generate(batch[0][:4]).sum()))
+
+
 def loader(seed: int = 0) -> Any:
     made = torch.Generator().manual_seed(seed)
     x, y = torch.randn(6 * ROWS, WIDTH, generator=made), torch.randint(0, 4, (6 * ROWS,), generator=made)
@@ -106,6 +118,14 @@ def budget_of(**options: Any) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(ROWS, WIDTH)
     return int(0.97 * memgraph.plan(model, x, budget="1GB", optimizer=optimizer, accumulate=True).peak)
+
+
+def test_what_validation_generates_is_made_by_the_plain_forward(tmp_path: Path) -> None:
+    callback = memgraph.LightningBudget("1GB", module="net", time_limit=0)
+    ours, plain = fitted(Generates, tmp_path / "ours", callback), fitted(Generates, tmp_path / "plain")
+    assert ours.seen == plain.seen
+    assert callback._forward is not None and callback._forward.compiled is not None
+    assert len(callback._forward.compiled.plans) == 2  # gradients are made, or added to
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -11,7 +11,19 @@ import torch
 import transformers
 
 import memgraph
-from tests.end_to_end.test_trainer import CLASSES, SHARE, WORDS, Rows, bert, gpt2, history, lora, trainer_of
+from tests.end_to_end.test_trainer import (
+    CLASSES,
+    SHARE,
+    WORDS,
+    Rows,
+    bert,
+    gpt2,
+    history,
+    lora,
+    predicted,
+    t5,
+    trainer_of,
+)  # fmt: skip
 from tests.support.compare import ROOM
 
 
@@ -70,13 +82,23 @@ def test_a_callback_may_be_added_to_a_trainer_that_exists(tmp_path: Path) -> Non
     assert callback.plan is not None
 
 
-def test_generation_runs_the_plain_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_cache", [True, False], ids=["with a cache", "without one"])
+def test_generation_runs_the_plain_model(use_cache: bool, tmp_path: Path) -> None:
     callback = memgraph.MemoryBudget("1GB", time_limit=0)
     trainer = trainer_of(gpt2(), WORDS, tmp_path, callbacks=[callback])
     prompt = WORDS[0]["input_ids"][None, :4]
-    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache}
     assert torch.equal(trainer.model.generate(prompt, **told), gpt2().generate(prompt, **told))
     assert callback.plan is None
+
+
+def test_an_evaluation_that_generates_is_that_of_the_plain_model_and_plans_its_loss_alone(tmp_path: Path) -> None:
+    callback = memgraph.MemoryBudget("1GB", time_limit=0)
+    ours, plain = t5(), t5()
+    ours.generation_config.use_cache = plain.generation_config.use_cache = False
+    assert predicted(ours, tmp_path, callbacks=[callback]) == predicted(plain, tmp_path)
+    assert callback._forward is not None and callback._forward.compiled is not None
+    assert len(callback._forward.compiled.plans) == 1
 
 
 def test_hooks_of_the_model_run_once_a_call(tmp_path: Path) -> None:
