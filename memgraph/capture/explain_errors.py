@@ -125,8 +125,8 @@ EXPLANATIONS = (
 CUMULATIVE_AVERAGE = Explanation(
     (),
     "with momentum=None it averages over all batches, by a count whose value Python asks for",
-    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn removes it for its pass and, as it "
-    "has failed, has not restored it: set it again, and give update_bn the plain module, which shares its buffers",
+    "let it run as it is (opaque=True, the default), in a module around it; or give it a momentum, e.g. momentum=0.1, "
+    "which torch.optim.swa_utils.update_bn takes away for its pass and, where that has failed, does not restore",
 )
 NO_DESCRIPTION = Explanation(
     (),
@@ -153,7 +153,7 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
         running = module_running(error.__traceback__, module)
         if running and isinstance(running[1], _NormBase):
             place = f"{source_line(error.__traceback__)}, in {running[0]} ({type(running[1]).__name__})"
-            raise CaptureError(f"{place}: {CUMULATIVE_AVERAGE.reason}\n{CUMULATIVE_AVERAGE.advice}") from None
+            raise CaptureError(f"{place}: {CUMULATIVE_AVERAGE.reason}\n{CUMULATIVE_AVERAGE.advice}") from error
         raise
     except Exception as error:
         running = module_running(error.__traceback__, module)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CaptureError
 from ..graph.provenance import PATH
@@ -98,10 +99,8 @@ class OpaqueParts:
 
     def _choose_alike(self, module: nn.Module) -> None:
         """Make submodules of the same class opaque as well: each trace finds only one, and layers are many."""
-        if type(module).__module__.startswith("torch."):
-            return
         for other in self._paths:
-            if type(other) is type(module):
+            if _is_alike(other, module):
                 self._prefer(other, self.reasons[module][1])
 
     def _prefer(self, module: nn.Module, reason: str) -> None:
@@ -136,3 +135,14 @@ class OpaqueParts:
             if path and type(around).forward is not nn.Module.forward:
                 return around
         return None
+
+
+def _is_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Return True for modules of one class; of torch's own classes, if both average over all batches."""
+    if type(one) is not type(other):
+        return False
+    return not type(one).__module__.startswith("torch.") or (_averages(one) and _averages(other))
+
+
+def _averages(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.momentum is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -26,7 +27,7 @@ class Around(nn.Module):
 
 
 def test_a_batch_norm_without_momentum_is_refused_by_its_path_and_option() -> None:
-    compiled = memgraph.compile(Around(nn.BatchNorm1d(8, momentum=None)), ROOM)
+    compiled = memgraph.compile(Around(nn.BatchNorm1d(8, momentum=None)), ROOM, opaque=False)
     with pytest.raises(
         memgraph.CaptureError,
         match=r"test_explain_errors\.py:\d+ in forward, in body\.1 \(BatchNorm1d\): with momentum=None",
@@ -167,17 +168,23 @@ def test_an_op_without_a_fake_is_refused_with_what_helps_and_that_does() -> None
     assert torch.equal(*found)
 
 
-def test_averages_over_all_batches_are_refused_with_what_helps_and_that_does() -> None:
+def test_averages_over_all_batches_are_taken_of_a_compiled_module_as_of_a_plain_one() -> None:
     module = Around(nn.BatchNorm1d(8))
-    compiled = memgraph.compile(module, ROOM)
+    plain, compiled = copy.deepcopy(module), memgraph.compile(module, ROOM)
     compiled(torch.ones(3, 8)).sum().backward()
+    plain(torch.ones(3, 8)).sum().backward()
     batches = [torch.rand(3, 8) for _ in range(2)]
-    with pytest.raises(memgraph.CaptureError, match=r"momentum=0\.1; .*update_bn .* set it again, .*the plain module"):
-        torch.optim.swa_utils.update_bn(batches, compiled)
-    norm: Any = module.body[1]
+    for model in (compiled, plain):
+        torch.optim.swa_utils.update_bn(batches, model)
+        assert model.body[1].momentum == 0.1
+    assert all(map(torch.equal, module.buffers(), plain.buffers()))
+
+
+def test_averages_over_all_batches_that_are_refused_say_what_helps_and_that_does() -> None:
+    norm, batches = nn.BatchNorm1d(8), [torch.rand(3, 8) for _ in range(2)]
+    with pytest.raises(memgraph.CaptureError, match=r"opaque=True.*momentum=0\.1, .*update_bn .*does not restore"):
+        torch.optim.swa_utils.update_bn(batches, memgraph.compile(norm, ROOM))
+    assert norm.momentum is None
+    memgraph.compile(Around(norm), ROOM)(batches[0])
     norm.momentum = 0.1
-    torch.optim.swa_utils.update_bn(batches, module)
-    assert norm.num_batches_tracked == 2
-    assert torch.equal(compiled.body[1].running_mean, norm.running_mean)
-    assert norm.momentum == 0.1
-    compiled(torch.ones(3, 8))
+    memgraph.compile(norm, ROOM)(batches[0])

@@ -207,6 +207,7 @@ MODELS: dict[str, Make] = {
     "numbers of Python": lambda: Net(PythonNumbers()),
     "reseeding": lambda: Net(Seeding()),
     "batch norm": lambda: Net(Normed()),
+    "averages over all batches": lambda: Net(averaging_norms()),
     "buffers": lambda: Net(Averaging()),
     "frozen": lambda: Net(Frozen()),
     "numpy in backward": lambda: Net(nn.Sequential(Doubling(), nn.Linear(WIDTH, WIDTH))),
@@ -220,6 +221,11 @@ MODELS: dict[str, Make] = {
     "residual": lambda: Residual(Dropping()),
     "several": lambda: Net(nn.Sequential(Dropping(), nn.ReLU(), Averaging())),
 }
+
+
+def averaging_norms() -> nn.Module:
+    """Return two layers that average over all batches, by a count whose value Python reads, and one that does not."""
+    return nn.Sequential(*(nn.BatchNorm1d(WIDTH, momentum=momentum) for momentum in (None, 0.1, None)))
 
 
 def batch(step: int) -> Tensor:
@@ -337,7 +343,17 @@ def test_parts_can_be_chosen_by_path() -> None:
         memgraph.compile(plain, ROOM, opaque=["parts"])
 
 
-def test_layers_of_one_class_are_opaque_after_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (lambda: nn.Sequential(*(Dropping() for _ in range(4))), ["part.0", "part.1", "part.2", "part.3"]),
+        (averaging_norms, ["part.0", "part.2"]),
+    ],
+    ids=["a class of the model", "averages over all batches"],
+)
+def test_layers_of_one_class_are_opaque_after_one_trace(
+    make: Make, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     traces: list[int] = []
     trace = vars(trace_call)["trace_joint"]
 
@@ -346,9 +362,9 @@ def test_layers_of_one_class_are_opaque_after_one_trace(monkeypatch: pytest.Monk
         return trace(*given)
 
     monkeypatch.setattr(trace_call, "trace_joint", counted)
-    compiled = memgraph.compile(Net(nn.Sequential(*(Dropping() for _ in range(4)))), ROOM)
+    compiled = memgraph.compile(Net(make()), ROOM)
     compiled(batch(0)).backward()
-    assert [row.path for row in compiled.plan.opaque] == [f"part.{i}" for i in range(4)]
+    assert [row.path for row in compiled.plan.opaque] == paths
     assert len(traces) == 2
 
 
