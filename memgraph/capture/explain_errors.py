@@ -6,7 +6,6 @@ fails there as well, as with shapes that do not fit, eager would have failed too
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CaptureError
+from ..system.fake_log import without_fake_errors
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
@@ -138,15 +138,14 @@ NO_USER_CODE = Explanation(
 )
 WRONG_ARGUMENTS = re.compile(r"forward\(\) (missing|takes|got) ")
 TWO_DEVICES = re.compile("found (at least )?two (different )?devices")
-LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
 def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
     """Raise a CaptureError instead of torch's error for a step of `module` that can't be captured."""
-    LOG.addFilter(_is_below_error)
     try:
-        yield
+        with without_fake_errors():
+            yield
     except CaptureError:
         raise
     except ValuesNeeded as error:
@@ -169,7 +168,6 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
         raise CaptureError(f"the step can't be captured at {place}: {reason}\n{advice}\ntorch says: {error}") from error
     finally:
         mode.failed = None  # it holds all frames of the trace
-        LOG.removeFilter(_is_below_error)
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -196,11 +194,6 @@ def device_mismatch(
     return CaptureError(
         f"an input is on {names}, but the model is on {device}: move it with .to({str(device)!r})\ntorch says: {error}"
     )
-
-
-def _is_below_error(record: logging.LogRecord) -> bool:
-    """Errors are raised as well, so they need no log."""
-    return record.levelno < logging.ERROR
 
 
 def _explain_failed_op(error: Exception, mode: ConstantFakeMode) -> Explanation | None:

@@ -36,8 +36,8 @@ class LightningBudget(Callback):  # type: ignore[misc]
     """Runs forward and backward of one module under a budget, in training, validation, test and prediction.
 
     The module's forward is replaced in place while the trainer runs, so that precision, accumulation, clipping,
-    validation, checkpoints and resuming work as without it. States of the trainer's optimizer are counted if it is the
-    only one.
+    validation, checkpoints and resuming work as without it. A method `generate` that needs no gradients runs the plain
+    forward. States of the trainer's optimizer are counted if it is the only one.
     What `training_step` computes beside the module, as the loss, is not counted: give a module that returns the loss to
     have it in the plan.
 

@@ -28,6 +28,7 @@ from ..graph.captured import Captured
 from ..graph.rewrite import copy_graph
 from ..graph.summarize import summarize
 from ..system.device import block_nbytes
+from ..system.fake_log import without_fake_errors
 from .row_facts import row_facts
 from .row_losses import write_losses_by_row
 from .sliced_graph import sliced_graph
@@ -135,7 +136,8 @@ def _carried_out(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> fx.Grap
     for cut in slices:
         unrolled = unroll(summarize(graph), cut, unit)
         check(unrolled.trace)
-        graph = sliced_graph(graph, unrolled)
+        with without_fake_errors():
+            graph = sliced_graph(graph, unrolled)
     return graph
 
 

@@ -13,6 +13,7 @@ python_random        states of the generators of `random` and numpy
 own_generators       generators of `random` and numpy that a module has for itself
 signals              delay Ctrl-C until the state is consistent
 frames               the line of the user's code behind an exception
+fake_log             errors of ops on fake tensors, left out of torch's log
 user_warning         warn at the user's own line
 private_names        private names of torch, checked at import
 profiler_thread      run work outside the caller's profiler

@@ -25,6 +25,7 @@ from torch import fx
 import memgraph
 
 from ...guards.signature import kernel_modes
+from ...system.fake_log import without_fake_errors
 from ...system.measurement_cache import cache_folder, evict_oldest, read_cached, write_cached
 from ...tensors.layout import has_storage
 from ...tensors.loss_outputs import OutputSelector
@@ -66,7 +67,8 @@ def find_capture(kind: str, call: Call, grad: bool, wanted: OutputSelector) -> t
     if not kind or read_cached(kind, FILE) is None:
         return None
     try:
-        return _found(kind, call, grad, wanted)
+        with without_fake_errors():
+            return _found(kind, call, grad, wanted)
     except Exception as error:  # of forward, which the capture will meet again; or of a file that may hold anything
         LOG.info("no earlier capture is used, since %s: %s", type(error).__name__, error)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +27,7 @@ from memgraph.capture.joint.trace_joint import trace_joint
 from memgraph.capture.saved import capture_files
 from memgraph.capture.saved.capture_files import FILE
 from memgraph.graph.captured import Captured
-from memgraph.system import measurement_cache
+from memgraph.system import fake_log, measurement_cache
 from memgraph.system.measurement_cache import CostDatabase
 from memgraph.tensors.loss_outputs import select_all
 from tests.support.captured_calls import X, agrees
@@ -136,6 +138,28 @@ def test_what_is_read_computes_as_eager_does(name: str, traces: list[object]) ->
     second = agrees(MODULES[name](), x)
     assert len(traces) == 1
     assert described(first) == described(second)
+
+
+class Windows(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unfold(0, self.size, 1).square().sum()
+
+
+def test_an_op_that_fails_where_an_earlier_capture_is_looked_for_is_not_in_torchs_log(
+    caplog: pytest.LogCaptureFixture, traces: list[object]
+) -> None:
+    capture(Windows(2), (X,), {})
+    with pytest.raises(RuntimeError, match="dimension 0 is 2 but size is 8"):
+        capture(Windows(8), (X,), {})
+    assert len(traces) == 2
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    with pytest.raises(RuntimeError), FakeTensorMode():
+        torch.ones(2).unfold(0, 8, 1)
+    assert [record.name for record in caplog.records if record.levelno >= logging.ERROR] == [fake_log.LOG.name]
 
 
 def test_an_op_without_a_result_is_kept(traces: list[object]) -> None:
