@@ -84,7 +84,7 @@ def test_a_step_depends_on_what_it_reads_of_a_trainer_and_on_nothing_else() -> N
 
 
 class Cache:
-    """What the last token leaves for the next one."""
+    """The states of earlier tokens."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
