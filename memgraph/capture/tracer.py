@@ -24,7 +24,7 @@ from ..tensors.traced_number import TracedFloat, TracedInt
 from .floats.type_checks import TypeChecks
 from .reentrant_forward import can_run_again
 from .trace_call import Request, trace_call
-from .values.questions import ValuesNeeded, is_number
+from .values.questions import ValuesNeeded, is_condition, is_number
 from .values.value_run import Measure, ValueRun, run_for_values
 
 LOG = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Tracer:
                 with sizes.tracing() if sizes is not None else nullcontext():
                     return self._traced(wanted)
             except ValuesNeeded as error:
-                if sizes is not None:
+                if sizes is not None and self.values is not None:
                     raise  # such a call is captured with constant sizes
                 if self.values is not None:
                     raise _backward_error(error) from None
@@ -91,6 +91,8 @@ class Tracer:
             if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
                 raise CaptureError("forward branches on values of tensors, and shapes alone have none: give a batch")
             self.values = run_for_values(call, self.measure, self.parts.recording)
+        if self.request.sizes is not None and not all(map(is_condition, self.values.answers)):
+            raise ValuesNeeded  # a number may be a length
 
 
 def _backward_error(error: ValuesNeeded) -> CaptureError:

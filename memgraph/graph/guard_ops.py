@@ -99,6 +99,11 @@ def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     )
 
 
+def is_condition(guard: ValueGuard) -> bool:
+    """Return True for a guard of one truth value, which has no sizes."""
+    return guard.op == "equal" and len(guard.expected) == 1 and type(guard.expected[0]) is bool
+
+
 def _number(node: fx.Node) -> int:
     number: Any = node.kwargs["guard"]
     return int(number)

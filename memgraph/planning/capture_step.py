@@ -19,6 +19,7 @@ from passes import Trace
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
+from ..capture.values.value_run import Measure
 from ..graph.accumulate_grads import mark_hooked_grads
 from ..graph.captured import Captured
 from ..graph.gradient_sums import with_sums_in_place
@@ -110,10 +111,10 @@ def captured_call(call: Call, device: torch.device) -> Captured:
     try:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = _general(call) or capture(
-                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
-                measure=partial(_peak_nbytes, device=device), opaque=call.opaque,
-                preferred=call.preferred,
+            measure = partial(_peak_nbytes, device=device)
+            captured = _general(call, measure) or capture(
+                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs, measure=measure,
+                opaque=call.opaque, preferred=call.preferred,
             )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):
@@ -129,7 +130,7 @@ def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
     return allocated.peak if allocated is not None else 0
 
 
-def _general(call: Call) -> Captured | None:
+def _general(call: Call, measure: Measure) -> Captured | None:
     if call.general is None:
         return None
-    return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)
+    return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs, measure)

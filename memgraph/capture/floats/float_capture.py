@@ -20,6 +20,7 @@ from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_number import FloatValues, TracedFloat, ValueNeededError
 from ..capture import capture
 from ..sizes.same_capture import describe, has_same_constants
+from ..values.value_run import Measure
 from .float_inputs import FloatInputs
 from .type_checks import TypeChecks
 
@@ -40,13 +41,14 @@ class FloatCapture:
     reason: str = ""
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
-    ) -> Captured | None:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
+        measure: Measure,
+    ) -> Captured | None:  # fmt: skip
         """Return the captured call; None if one of the floats has to be a constant."""
         checks = TypeChecks((TracedFloat,), [str(name) for _, name in self.inputs.containers.values()])
         try:
             with checks.watching():
-                captured = capture(module, args, kwargs, grad=grad, wanted=wanted, floats=self.inputs)
+                captured = capture(module, args, kwargs, grad=grad, wanted=wanted, floats=self.inputs, measure=measure)
             if self.inputs.trace.has_escaped():
                 self.reason = "forward stores one where it outlives the call"
             elif checks.found:

@@ -9,7 +9,7 @@ What the trace did not see of a size (a type check, a table of lengths in Python
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -22,6 +22,7 @@ from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_size import SizeNeededError, SizeTrace
 from ..capture import capture
 from ..values.questions import ValuesNeeded
+from ..values.value_run import Measure
 from .at_lengths import at_lengths
 from .same_capture import is_same_capture
 from .size_inputs import SizeInputs
@@ -58,12 +59,14 @@ class SizeCapture:
     reason: str = ""
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
-    ) -> Captured | None:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
+        measure: Measure,
+    ) -> Captured | None:  # fmt: skip
         """Return the captured call; None if one of the lengths has to be a constant."""
         try:
-            captured = capture(module, args, kwargs, grad=grad, wanted=wanted, sizes=self.inputs)
-            general = GeneralCapture(captured, self.inputs.trace)
+            captured = capture(module, args, kwargs, grad=grad, wanted=wanted, sizes=self.inputs, measure=measure)
+            # At other lengths nothing runs for the values: their steps compare them.
+            general = GeneralCapture(replace(captured, value_run_nbytes=0), self.inputs.trace)
             if not general.trace.is_general:
                 self.reason = "the value of a length is needed"
                 return None
@@ -74,7 +77,7 @@ class SizeCapture:
             else:
                 _take_names(captured.graph.graph, self.earlier.graph.graph)  # so that plans fit every length
                 self.general = general
-                return general.at(self.inputs.lengths)
+                return replace(general.at(self.inputs.lengths), value_run_nbytes=captured.value_run_nbytes)
         except ValuesNeeded as error:
             self.reason = f"forward or backward needs values of tensors, at {source_line(error.__traceback__)}"
         except SizeNeededError as error:

@@ -139,6 +139,11 @@ def is_number(answer: Answer) -> bool:
     return answer.question.startswith("values of ") and len(answer.values) == 1 and type(answer.values[0]) is not bool
 
 
+def is_condition(answer: Answer) -> bool:
+    """Return True for the answer to a question for one truth value, which has no sizes."""
+    return answer.question.startswith("values of torch.bool () ") and type(answer.values[0]) is bool
+
+
 def is_mask(index: object) -> bool:
     """Return True for an index that selects elements."""
     return isinstance(index, Tensor) and index.dtype in MASKS

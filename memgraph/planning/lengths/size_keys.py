@@ -16,10 +16,12 @@ from passes import Trace
 from ...capture.sizes.size_capture import SizeCapture
 from ...capture.sizes.size_inputs import SizeInputs, SizePlace, dense_stride
 from ...graph.captured import Captured
+from ...graph.guard_ops import is_condition
 from ...guards.signature import ARGUMENTS
 from ...runtime.step import Step
 from ...tensors.traced_size import LEAST
 from ..capture_cache import KnownLength
+from ..value_variants import with_answers
 from .general_steps import GeneralSteps
 
 KEPT = 4  # general captures of one module
@@ -52,13 +54,15 @@ class SizeKeys:
             if general.capture.trace.holds(lengths):
                 self._general.remove(entry)
                 self._general.append(entry)
-                return KnownLength(general, lengths, _nearby(lengths, general_key, places, steps))
+                alike = [(other, step) for other, step in steps if _has_guards(step, general.capture.captured)]
+                return KnownLength(general, lengths, _nearby(lengths, general_key, places, alike))
         return None
 
     def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:
         """Return a capture of a call in which those lengths are symbols that alone differ from a `known` call;
         None if there is no such call, or their values are needed."""
         for other, captured in known:
+            other = with_answers(other, ())
             places = _differing(key, other) if other[1] == key[1] and _may_vary(captured) else {}
             lengths, earlier = _lengths(key, places), _lengths(other, places)
             if not places or lengths is None or earlier is None:
@@ -85,9 +89,15 @@ class SizeKeys:
 
 
 def _may_vary(captured: Captured) -> bool:
-    """Return True if lengths may be symbols in a capture like this: none that depends on values has them."""
-    depends = captured.guards, captured.opaque, captured.float_values, captured.counters, captured.value_run_nbytes
-    return not any(depends)
+    """Return True if lengths may be symbols in a capture like this: none that depends on numbers has them."""
+    reads_numbers = captured.value_run_nbytes and not captured.guards
+    depends = reads_numbers, captured.opaque, captured.float_values, captured.counters
+    return all(map(is_condition, captured.guards)) and not any(depends)
+
+
+def _has_guards(step: Step, captured: Captured) -> bool:
+    """Return True if a step rests on the same values, so that its ops are the same."""
+    return [each.expected for each in step.parts.captured.guards] == [each.expected for each in captured.guards]
 
 
 def _nearby(lengths: Sequence[int], general: Key, places: Places, steps: Sequence[tuple[Key, Step]]) -> Trace | None:
@@ -95,6 +105,7 @@ def _nearby(lengths: Sequence[int], general: Key, places: Places, steps: Sequenc
     traces: dict[int, Trace] = {}
     for key, step in steps:
         others = _lengths(key, places)
+        key = with_answers(key, ())
         if step.report.plan and others is not None and _generalized(key, places) == general:
             distance = sum(abs(one - other) for one, other in zip(lengths, others, strict=True))
             traces.setdefault(distance, step.report.choice.captured.trace)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memgraph
 from memgraph.capture import trace_call
@@ -228,7 +229,7 @@ def values_of_long_ones(linear: Any, x: Tensor) -> Tensor:
     return linear(x) * 2 if x.shape[0] < 10 or x.max() > 1.5 else linear(x) * 3
 
 
-@pytest.mark.parametrize("forward", [largest_is_positive, times_a_number, rows_above_zero])
+@pytest.mark.parametrize("forward", [times_a_number, rows_above_zero])
 def test_lengths_stay_constants_where_the_graph_depends_on_values(
     forward: Callable[[Any, Tensor], Tensor], traces: Traces
 ) -> None:
@@ -237,14 +238,55 @@ def test_lengths_stay_constants_where_the_graph_depends_on_values(
     assert traces.general == 0 and not compiled._kept.sizes._general
 
 
+def test_conditions_on_values_are_checked_at_every_length(traces: Traces) -> None:
+    def rows(length: int, largest: float) -> Tensor:
+        return torch.rand(length, 6) * largest
+
+    below, above = (tuple((rows(n, most),) for n in (9, 7, 8, 11)) for most in (1.0, 8.0))
+    check(Branch(largest_is_positive), below)
+    assert traces.general == 2  # of the second length, traced twice; the others have the same answer
+    before = traces.plain
+    check(Branch(largest_is_positive), [*below, *above, *below])
+    assert traces.plain - before > len(above)  # a length whose answer is another one is captured for itself
+
+
+def test_padding_masks_of_every_length_share_a_capture(traces: Traces) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, **sizes)
+
+    def call(length: int, padded: int) -> dict[str, Tensor]:
+        ids, mask = ids_of(length), torch.ones(3, length, dtype=torch.long)
+        mask[1:, length - padded :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def model() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+    plain, trained = model(), model()
+    compiled = memgraph.compile(trained, accumulate=False)
+    for length, padded, traced in ((20, 3, 2), (17, 4, 4), (13, 2, 4), (23, 7, 4), (19, 0, 6), (15, 1, 6)):
+        plain.zero_grad(), trained.zero_grad()
+        losses = [each(**call(length, padded)).loss for each in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, gradients(plain), gradients(trained)))
+        assert compiled.plan.measured is not None and compiled.plan.measured <= compiled.plan.peak
+        assert traces.plain + traces.general == traced  # twice for each capture: for what it asks, and with the answers
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
 def test_a_length_at_which_values_are_needed_is_captured_for_itself(
     traces: Traces, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     with caplog.at_level(logging.INFO):
         check(Branch(values_of_long_ones), [(torch.randn(n, 6),) for n in (9, 12, 14, 8, 7, 12)])
-    assert "lengths stay constants of the graph: forward or backward needs values of tensors, at " in caplog.text
-    assert traces.general == 2  # 12 is tried with symbols, and 8
+    assert "lengths stay constants of the graph: an earlier length takes another branch" in caplog.text
 
 
 def test_lengths_stay_constants_beside_an_opaque_part(traces: Traces) -> None:
@@ -315,7 +357,7 @@ def test_a_capture_at_another_length_is_that_of_a_trace() -> None:
     first = capture(module, (ids_of(20), ids_of(20)), {})
     inputs = SizeInputs({(0, 1): 0, (1, 1): 0}, [17], [0, 1])
     symbolic = SizeCapture(inputs, first, [20])
-    assert symbolic(module, (ids_of(17), ids_of(17)), {}, True, select_all) is not None
+    assert symbolic(module, (ids_of(17), ids_of(17)), {}, True, select_all, lambda run: 0) is not None
     assert symbolic.general is not None
     for length in (5, 13, 41):
         found = symbolic.general.at([length])
