@@ -20,7 +20,7 @@ from .containers import RESTORED, has_same_items, items_of, restore_container
 from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
 from .outer_scopes import NO_SCOPES, OuterScopes
-from .outer_snapshot import OuterSnapshot, has_fakes
+from .outer_snapshot import OuterSnapshot, holds
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
@@ -56,7 +56,7 @@ class AttributeSnapshot:
 
     def has_fakes(self, name: str) -> bool:
         """Return True if an attribute holds a tensor of a trace."""
-        return has_fakes(self.tokens.get(name))
+        return holds(self.tokens.get(name), FakeTensor)
 
     @contextmanager
     def restored(self) -> Iterator[AttributeSnapshot]:
@@ -135,7 +135,7 @@ def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def stored_tensor_error(name: str) -> CaptureError:
     """Return the error for a tensor that forward stores on its module."""
     return CaptureError(
-        f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
+        f"forward stores a tensor in {name}, as no captured step can: return it, or register it "
         "as a buffer of its shape and dtype before the first step; if only the first call makes it, as a cache, run "
         "the plain module once before it is compiled, with the longest input"
     )

@@ -15,7 +15,7 @@ import dis
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -61,6 +61,15 @@ class OuterScopes:
 NO_SCOPES = OuterScopes()
 
 
+def paths_of_readers(modules: Sequence[tuple[str, nn.Module]], variable: Variable) -> list[str]:
+    """Return the paths of the submodules whose code refers to a variable."""
+    kinds: dict[type, list[nn.Module]] = {}
+    for _, part in modules:
+        kinds.setdefault(type(part), []).append(part)
+    reading = {kind for kind, parts in kinds.items() if OuterScopes.of(parts).have(variable)}
+    return [path for path, part in modules if type(part) in reading]
+
+
 class _Search:
     """What was found, and what waits to be entered."""
 
@@ -93,7 +102,7 @@ class _Search:
         elif isinstance(thing, type):
             if self._is_open(thing):
                 self._enter_class(thing)
-        elif isinstance(getattr(thing, "__dict__", None), dict) and self._is_open(type(thing)):
+        elif self._is_open(type(thing)) and isinstance(getattr(thing, "__dict__", None), dict):
             self._add(f"{title}.{{}}", vars(thing))
             self._waiting.append(("", type(thing)))
 
@@ -148,7 +157,7 @@ class _Search:
 def _package(thing: Any) -> str:
     """Return the top-level package of a class, a function or a module."""
     name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
-    return (name or "builtins").partition(".")[0]
+    return str(name or "builtins").partition(".")[0]
 
 
 @functools.cache

@@ -13,10 +13,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from .containers import items_of, restore_container
-from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey
+from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey, is_array
 from .outer_scopes import OuterScopes
 from .variable_scope import Variable
 
@@ -46,9 +45,9 @@ class OuterSnapshot:
         variables = dict.fromkeys((*later.tokens, *self.tokens))
         return tuple(one for one in variables if self.tokens.get(one) != later.tokens.get(one))
 
-    def has_fakes(self, variable: Variable) -> bool:
-        """Return True if a variable holds a tensor of a trace."""
-        return has_fakes(self.tokens.get(variable))
+    def holds(self, variable: Variable, kind: type[Tensor]) -> bool:
+        """Return True if a variable holds a tensor of this kind."""
+        return holds(self.tokens.get(variable), kind)
 
     def restore(self) -> None:
         """Put back what has changed, but for objects that were added: registries of a library."""
@@ -66,15 +65,16 @@ class OuterSnapshot:
                 restore_container(container, copy)
 
     def _described(self, value: Any) -> tuple[Hashable, ...]:
+        self._walk.numbers.clear()  # so that no variable's description depends on others
         begin = len(self._walk.tokens)
         self._walk.describe(value, DEPTH)
         return tuple(self._walk.tokens[begin:])
 
 
-def has_fakes(tokens: object) -> bool:
-    """Return True if the description of a thing names a tensor of a trace."""
+def holds(tokens: object, kind: type[Tensor]) -> bool:
+    """Return True if the description of a thing names a tensor of this kind."""
     described = tokens if isinstance(tokens, tuple) else ()
-    return any(isinstance(token, IdentityKey) and isinstance(token.target(), FakeTensor) for token in described)
+    return any(isinstance(token, IdentityKey) and isinstance(token.target(), kind) for token in described)
 
 
 class _PlainWalk(AttributeWalk):
@@ -82,7 +82,7 @@ class _PlainWalk(AttributeWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         is_container = type(thing) in CONTAINERS
-        if isinstance(thing, Tensor) or (is_container and len(thing) <= LARGE):
+        if isinstance(thing, Tensor) or is_array(thing) or (is_container and len(thing) <= LARGE):
             super()._describe_new(thing, depth)
         else:
             self._alive.append(thing)

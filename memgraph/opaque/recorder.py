@@ -154,6 +154,8 @@ class Recorder:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
         after = AttributeSnapshot(module, scopes=scopes)
         outer = before.attributes.outer.changes(after.outer)
+        if kept_elsewhere := [variable.title for variable in outer if after.outer.holds(variable, Tensor)]:
+            raise CaptureError(f"forward stores a tensor in {kept_elsewhere[0]}")
         part = replace(
             part, forward_cost=MeasuredCost(us, int(headroom * workspace)), changes=before.attributes.changes(after),
             outer=outer, scopes=scopes.only(outer),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..graph.opaque_ops import BACKWARD, FORWARD
 from ..guards.module_proxy import all_submodules
-from ..guards.outer_scopes import OuterScopes
+from ..guards.outer_scopes import paths_of_readers
 from ..tensors.loss_outputs import reachable_nodes
 from .inputs import Inputs, described, inputs_of
 from .module_calls import taken_calls
@@ -43,13 +43,10 @@ class TracedParts:
 
     def refuse_outer_reads(self, whole: nn.Module) -> None:
         """Refuse that a submodule outside of all parts refers to a variable elsewhere that a part changes."""
-        for part in (call.part for call in self.recorder.calls if call.part.outer):
-            for path, module in all_submodules(whole):
-                read = None if self.own([path]) else OuterScopes.of([module])
-                for outer in part.outer if read is not None else ():
-                    if read is not None and read.have(outer):
-                        reason = f"forward changes {outer.title}, which is read outside of it as well"
-                        raise NotOpaqueError(part.path, part.module, reason)
+        for part, variable in ((call.part, one) for call in self.recorder.calls for one in call.part.outer):
+            if any(not self.own([path]) for path in paths_of_readers(all_submodules(whole), variable)):
+                reason = f"forward changes {variable.title}, which is read outside of it as well"
+                raise NotOpaqueError(part.path, part.module, reason)
 
     def own(self, paths: Iterable[str]) -> bool:
         """Return True if one of these submodules is a part, or inside of one."""

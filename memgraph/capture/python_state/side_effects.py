@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
-from ...guards.outer_scopes import OuterScopes
+from ...guards.outer_scopes import paths_of_readers
 from ...guards.variable_scope import Variable
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
@@ -36,8 +36,8 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
         return
     if isinstance(changed, str) and first[2].has_fakes(changed):
         raise stored_tensor_error(changed)
-    if isinstance(changed, Variable) and first[2].outer.has_fakes(changed):
-        raise _changed_call_error(changed, before)
+    if isinstance(changed, Variable) and first[2].outer.holds(changed, FakeTensor):
+        raise stored_tensor_error(_labelled(changed, before))
     try:
         second = trace()
     except Exception as error:
@@ -58,17 +58,26 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
 
 
 def _changed_call_error(changed: str | Variable, before: AttributeSnapshot) -> CaptureError:
-    name = attribute = changed if isinstance(changed, str) else changed.title
-    if isinstance(changed, Variable):
-        line = before.outer.scopes.line(changed)
-        name += f" (at {line})" if line else ""
-        readers = [path for path, part in before.modules if OuterScopes.of([part]).have(changed)]
-        attribute = f"{readers[0]}.forward" if readers and "" not in readers else ""
     return CaptureError(
-        f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
-        "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
-        "module once before it is compiled"
-    ).about(attribute)
+        f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
+        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first call "
+        "sets it, run the plain module once before it is compiled"
+    ).about(_attribute(changed, before))
+
+
+def _labelled(changed: str | Variable, before: AttributeSnapshot) -> str:
+    if isinstance(changed, str):
+        return changed
+    line = before.outer.scopes.line(changed)
+    return f"{changed.title} (at {line})" if line else changed.title
+
+
+def _attribute(changed: str | Variable, before: AttributeSnapshot) -> str:
+    """Return the path of an attribute; for a variable, that of the forward of a submodule that refers to it."""
+    if isinstance(changed, str):
+        return changed
+    readers = paths_of_readers(before.modules, changed)
+    return f"{readers[0]}.forward" if readers and "" not in readers else ""
 
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
