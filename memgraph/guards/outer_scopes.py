@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from .variable_scope import Scope, Variable, cell_contents, mentions
+from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 
 MANY = 5_000  # functions, classes and objects that are entered
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
@@ -43,15 +43,15 @@ class OuterScopes:
         search = _Search(tuple(parts))
         return cls(tuple(search.scopes.values()), tuple(search.functions))
 
-    def only(self, variables: Iterable[Variable]) -> OuterScopes:
+    def only(self, variables: Iterable[OuterVariable]) -> OuterScopes:
         """Return the scopes of some variables."""
         return OuterScopes(tuple(dict.fromkeys(one.scope for one in variables)))
 
-    def have(self, variable: Variable) -> bool:
+    def have(self, variable: OuterVariable) -> bool:
         """Return True if the code refers to a variable, which another search may have found."""
         return any(one.owner is variable.scope.owner and variable.name in one.values() for one in self.scopes)
 
-    def line(self, variable: Variable) -> str:
+    def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
         users = [function for function in self.functions if function.__globals__ is variable.scope.owner]
         places = [one for function in users or self.functions for one in mentions(function.__code__, variable.name)]
@@ -61,7 +61,7 @@ class OuterScopes:
 NO_SCOPES = OuterScopes()
 
 
-def paths_of_readers(modules: Sequence[tuple[str, nn.Module]], variable: Variable) -> list[str]:
+def paths_of_readers(modules: Sequence[tuple[str, nn.Module]], variable: OuterVariable) -> list[str]:
     """Return the paths of the submodules whose code refers to a variable."""
     kinds: dict[type, list[nn.Module]] = {}
     for _, part in modules:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .containers import items_of, restore_container
 from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey, is_array
 from .outer_scopes import OuterScopes
-from .variable_scope import Variable
+from .variable_scope import OuterVariable
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque)
 LARGE = 1_000  # entries; such a container counts by its length alone
@@ -35,17 +35,17 @@ class OuterSnapshot:
         self.values = {scope: scope.values() for scope in scopes.scopes}
         self._walk = _PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         self.tokens = {
-            Variable(scope, name): self._described(value) for scope, values in self.values.items()
+            OuterVariable(scope, name): self._described(value) for scope, values in self.values.items()
             for name, value in values.items()
         }  # fmt: skip
         self.copies = [(container, container.copy()) for container in self._walk.containers]
 
-    def changes(self, later: OuterSnapshot) -> tuple[Variable, ...]:
+    def changes(self, later: OuterSnapshot) -> tuple[OuterVariable, ...]:
         """Return all variables that were added, removed or changed."""
         variables = dict.fromkeys((*later.tokens, *self.tokens))
         return tuple(one for one in variables if self.tokens.get(one) != later.tokens.get(one))
 
-    def holds(self, variable: Variable, kind: type[Tensor]) -> bool:
+    def holds(self, variable: OuterVariable, kind: type[Tensor]) -> bool:
         """Return True if a variable holds a tensor of this kind."""
         return holds(self.tokens.get(variable), kind)
 

@@ -60,7 +60,7 @@ class Scope:
             delattr(self.owner, name)
 
 
-class Variable(NamedTuple):
+class OuterVariable(NamedTuple):
     """One variable of a scope."""
 
     scope: Scope

@@ -26,7 +26,7 @@ from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
 from ..graph.result_layout import Layout, empty, layout
 from ..guards.outer_scopes import NO_SCOPES, OuterScopes
-from ..guards.variable_scope import Variable
+from ..guards.variable_scope import OuterVariable
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
@@ -95,7 +95,7 @@ class OpaquePart:
     written_layouts: tuple[Layout, ...]
     forward_cost: MeasuredCost = NOT_MEASURED
     changes: tuple[str, ...] = ()
-    outer: tuple[Variable, ...] = ()
+    outer: tuple[OuterVariable, ...] = ()
     scopes: OuterScopes = NO_SCOPES
     guard: int = 0
     single: set[int] = field(default_factory=set)

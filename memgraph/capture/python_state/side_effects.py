@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
 from ...guards.outer_scopes import paths_of_readers
-from ...guards.variable_scope import Variable
+from ...guards.variable_scope import OuterVariable
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
@@ -36,7 +36,7 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
         return
     if isinstance(changed, str) and first[2].has_fakes(changed):
         raise stored_tensor_error(changed)
-    if isinstance(changed, Variable) and first[2].outer.holds(changed, FakeTensor):
+    if isinstance(changed, OuterVariable) and first[2].outer.holds(changed, FakeTensor):
         raise stored_tensor_error(_labelled(changed, before))
     try:
         second = trace()
@@ -47,7 +47,7 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
         raise _changed_call_error(later or changed, before)
 
 
-def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | Variable | None:
+def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | OuterVariable | None:
     """Return the first attribute that differs, or else the first variable elsewhere."""
     return before.changed(after) or next(iter(before.outer.changes(after.outer)), None)
 
@@ -57,7 +57,7 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     return first[1] == second[1] and _is_same_graph(first[0], second[0])
 
 
-def _changed_call_error(changed: str | Variable, before: AttributeSnapshot) -> CaptureError:
+def _changed_call_error(changed: str | OuterVariable, before: AttributeSnapshot) -> CaptureError:
     return CaptureError(
         f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
         "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first call "
@@ -65,14 +65,14 @@ def _changed_call_error(changed: str | Variable, before: AttributeSnapshot) -> C
     ).about(_attribute(changed, before))
 
 
-def _labelled(changed: str | Variable, before: AttributeSnapshot) -> str:
+def _labelled(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
     if isinstance(changed, str):
         return changed
     line = before.outer.scopes.line(changed)
     return f"{changed.title} (at {line})" if line else changed.title
 
 
-def _attribute(changed: str | Variable, before: AttributeSnapshot) -> str:
+def _attribute(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
     """Return the path of an attribute; for a variable, that of the forward of a submodule that refers to it."""
     if isinstance(changed, str):
         return changed

@@ -251,6 +251,7 @@ def test_layers_that_count_elsewhere_run_as_they_are_and_count_as_in_eager(make:
     compiled = memgraph.compile(model, ROOM)
     begin = outer()
     found = steps(compiled)
+    assert [part.path for part in compiled.plans[0].opaque] == ["layers.0", "layers.1"]
     end = outer()
     put(begin)
     expected = steps(twin)
