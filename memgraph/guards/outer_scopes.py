@@ -71,7 +71,7 @@ def paths_of_readers(modules: Sequence[tuple[str, nn.Module]], variable: OuterVa
 
 
 class _Search:
-    """What was found, and what waits to be entered."""
+    """The scopes and functions that were found, and those things that wait to be entered."""
 
     def __init__(self, parts: tuple[nn.Module, ...]) -> None:
         self.scopes: dict[int, Scope] = {}  # by the id of what has the variables
