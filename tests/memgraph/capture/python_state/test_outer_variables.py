@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.capture.capture import capture
+from memgraph.guards.outer_scopes import OuterScopes
+from memgraph.guards.outer_snapshot import OuterSnapshot
 from tests.support.compare import ROOM
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -284,3 +287,19 @@ def put(values: list[Any]) -> None:
 def test_a_number_that_a_layer_counts_and_the_model_reads_is_refused() -> None:
     with pytest.raises(memgraph.CaptureError, match=rf"forward changes {__name__}\.CALLS"):
         memgraph.compile(Layers(OfGlobal, lambda: float(CALLS)), ROOM)(X)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "MixtralForCausalLM"])
+def test_models_of_transformers_change_no_variable(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    config = kind.config_class(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model, tokens = kind(config), torch.randint(3, 64, (2, 8))
+    scopes = OuterScopes.of(model.modules())
+    before = OuterSnapshot(scopes)
+    assert any(variable.title == f"{name}._tied_weights_keys" for variable in before.tokens)
+    capture(model, (), {"input_ids": tokens, "labels": tokens}, opaque=False)
+    assert before.changes(OuterSnapshot(scopes)) == ()
