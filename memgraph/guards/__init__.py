@@ -5,6 +5,10 @@ hashed_tuple          a tuple that computes its hash once
 owned_tensors         parameters and buffers of a module, listed quickly
 module_attributes     attributes that forward may read, as a key
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
+outer_scopes          variables outside of attributes that forward may refer to
+outer_snapshot        their values at one moment
+variable_scope        one place that holds variables, and the lines that name one
+containers            compare a container with a copy, and restore it
 refused_collectives   collectives of the user's own in forward are refused
 module_proxy          a module that shares everything with another but its forward
 """

@@ -7,7 +7,7 @@ Capture runs forward on fake tensors, and must leave the module as it was.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,22 +16,25 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
+from .containers import RESTORED, has_same_items, items_of, restore_container
 from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
+from .outer_scopes import NO_SCOPES, OuterScopes
+from .outer_snapshot import OuterSnapshot, holds
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
-RESTORED = (*CONTAINERS, set, deque)
 COUNTERS = (bool, int, float, str)
 
 
 class AttributeSnapshot:
-    """The attributes of all submodules, with copies of the containers in them, at any depth.
+    """The attributes of all submodules, with copies of the containers in them, at any depth; and variables in `scopes`.
 
     The tensors `inputs` of a call or its trace are compared by position: every trace has others.
     """
 
-    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), scopes: OuterScopes = NO_SCOPES) -> None:
+        self.outer = OuterSnapshot(scopes, inputs)
         self.modules = all_submodules(module)
         self.attributes = [dict(vars(part)) for _, part in self.modules]
         self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
@@ -53,9 +56,7 @@ class AttributeSnapshot:
 
     def has_fakes(self, name: str) -> bool:
         """Return True if an attribute holds a tensor of a trace."""
-        tokens: Any = self.tokens.get(name)
-        tokens = tokens if isinstance(tokens, tuple) else ()
-        return any(isinstance(token, IdentityKey) and isinstance(token.target(), FakeTensor) for token in tokens)
+        return holds(self.tokens.get(name), FakeTensor)
 
     @contextmanager
     def restored(self) -> Iterator[AttributeSnapshot]:
@@ -65,8 +66,23 @@ class AttributeSnapshot:
         finally:
             self.restore()
 
+    @contextmanager
+    def restored_attributes(self) -> Iterator[AttributeSnapshot]:
+        """Restore attributes at the end of the block, and variables in `scopes` only if it fails."""
+        try:
+            yield self
+        except BaseException:
+            self.outer.restore()
+            raise
+        finally:
+            self._restore_attributes()
+
     def restore(self) -> None:
-        """Put back every attribute and every container that changed."""
+        """Put back every attribute, every variable and every container that changed."""
+        self._restore_attributes()
+        self.outer.restore()
+
+    def _restore_attributes(self) -> None:
         for (_, module), before in zip(self.modules, self.attributes, strict=True):
             if not has_same_items(vars(module), before):
                 vars(module).clear()
@@ -84,7 +100,7 @@ class AttributeSnapshot:
             for name, value in before.items():
                 if type(value) in CONTAINERS:
                     _, copy = self.copies[id(value)]
-                    _refuse_changed(dict(_items(value)), dict(_items(copy)), _path(path, name) + "[{!r}]")
+                    _refuse_changed(dict(items_of(value)), dict(items_of(copy)), _path(path, name) + "[{!r}]")
         for path, module in self.modules:
             for name, tensor in attached_values(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
@@ -110,7 +126,7 @@ def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     ignored = _weights_set_by_hooks(module)
     for name, value in vars(module).items():
         if type(value) in CONTAINERS:
-            for key, item in _items(value):
+            for key, item in items_of(value):
                 yield (str(key) if name in STATE else name), item
         elif name not in ignored:
             yield name, value
@@ -119,7 +135,7 @@ def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def stored_tensor_error(name: str) -> CaptureError:
     """Return the error for a tensor that forward stores on its module."""
     return CaptureError(
-        f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
+        f"forward stores a tensor in {name}, as no captured step can: return it, or register it "
         "as a buffer of its shape and dtype before the first step; if only the first call makes it, as a cache, run "
         "the plain module once before it is compiled, with the longest input"
     )
@@ -149,20 +165,3 @@ def changed_number_error(name: str, old: object, new: object) -> CaptureError:
 
 def _path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _items(container: Any) -> list[tuple[Any, Any]]:
-    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
-
-
-def restore_container(container: Any, before: Any) -> None:
-    """Give a list, dict, set or deque the items of a copy again, if it has others."""
-    if not has_same_items(container, before):
-        container.clear()
-        container.extend(before) if isinstance(container, list | deque) else container.update(before)
-
-
-def has_same_items(now: Any, before: Any) -> bool:
-    """Return True if two containers hold the same objects."""
-    pairs = zip(_items(now), _items(before), strict=False)
-    return len(now) == len(before) and all((a[0] is b[0] or a[0] == b[0]) and a[1] is b[1] for a, b in pairs)

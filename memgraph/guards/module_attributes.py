@@ -180,7 +180,7 @@ class AttributeWalk:
         self._alive.append(thing)
         if isinstance(thing, nn.Module):
             self._describe_module(thing, depth)
-        elif _is_array(thing):
+        elif is_array(thing):
             self._check(lambda: _array_content(thing))
             self.tokens += [IdentityKey(type(thing)), _array_content(thing)]
         elif depth >= MAX_DEPTH or isinstance(thing, OPAQUE) or _is_from_torch(thing):
@@ -296,7 +296,7 @@ def _is_configuration(thing: Any) -> bool:
     return isinstance(thing, getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ()))
 
 
-def _is_array(thing: Any) -> bool:
+def is_array(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)
 

@@ -17,6 +17,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..guards.outer_scopes import NO_SCOPES, OuterScopes
 from ..system.own_generators import OwnStates, own_generators
 from ..system.python_random import PythonRandom
 
@@ -79,7 +80,7 @@ def saved_tensor_hooks(are_off: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PythonState:
-    """State that a forward may change besides buffers: attributes of its module, and random generators."""
+    """State that a forward may change besides buffers: attributes of its module, variables, and random generators."""
 
     attributes: AttributeSnapshot
     generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors
@@ -87,10 +88,10 @@ class PythonState:
     own: OwnStates  # of `random` and numpy
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Sequence[Tensor]) -> PythonState:
+    def of(cls, module: nn.Module, tensors: Sequence[Tensor], scopes: OuterScopes = NO_SCOPES) -> PythonState:
         """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
         states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
-        return cls(AttributeSnapshot(module), states, PythonRandom(), OwnStates(own_generators(module)))
+        return cls(AttributeSnapshot(module, scopes=scopes), states, PythonRandom(), OwnStates(own_generators(module)))
 
     def restore(self) -> None:
         """Set all back to this state."""
@@ -108,7 +109,7 @@ class PythonState:
     @contextmanager
     def attributes_in_place(self, module: nn.Module) -> Iterator[None]:
         """Run a block with these attributes, and restore those from before."""
-        now = AttributeSnapshot(module)
+        now = AttributeSnapshot(module, scopes=self.attributes.outer.scopes)
         self.attributes.restore()
         try:
             yield

@@ -25,6 +25,8 @@ from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
 from ..graph.result_layout import Layout, empty, layout
+from ..guards.outer_scopes import NO_SCOPES, OuterScopes
+from ..guards.variable_scope import OuterVariable
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
@@ -76,7 +78,8 @@ class OpaquePart:
 
     `made` is what each op of the recorded forward made, and `most_live` how many bytes may be alive at once, results
     included. `varies` if the bytes depend on values. `changes` are the attributes that it changes. `backwards` are by
-    `tangents_key`. Inputs at the positions `single` get another gradient before this part's, so that only one may be
+    `tangents_key`. `outer` are the variables outside of its attributes that it changes, and `scopes` have these.
+    Inputs at the positions `single` get another gradient before this part's, so that only one may be
     added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
     """
 
@@ -92,6 +95,8 @@ class OpaquePart:
     written_layouts: tuple[Layout, ...]
     forward_cost: MeasuredCost = NOT_MEASURED
     changes: tuple[str, ...] = ()
+    outer: tuple[OuterVariable, ...] = ()
+    scopes: OuterScopes = NO_SCOPES
     guard: int = 0
     single: set[int] = field(default_factory=set)
     backwards: dict[TangentsKey, Backward] = field(default_factory=dict)
@@ -132,7 +137,7 @@ class OpaquePart:
     def forward(self, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> list[Tensor]:
         """Run forward; `seeds` are those that an earlier run took from the system's entropy."""
         with _running:
-            before = PythonState.of(self.module, tensors)
+            before = PythonState.of(self.module, tensors, self.scopes)
             try:
                 results = self._forward(tensors, before, seeds)
             except GuardFailed:
@@ -211,7 +216,7 @@ class OpaquePart:
         is_last: bool = True,
     ) -> float | None:  # fmt: skip
         trained = [leaves[place] for place in sorted(self.inputs.trained)]
-        after = PythonState.of(self.module, leaves)  # a hook may run
+        after = PythonState.of(self.module, leaves, self.scopes)  # a hook may run
         try:
             return backward_peak(ran.outputs, trained, kind, self.modes, observed.kept, saved, is_last=is_last)
         finally:

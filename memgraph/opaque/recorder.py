@@ -24,6 +24,7 @@ from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
+from ..guards.outer_scopes import OuterScopes
 from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
@@ -95,7 +96,7 @@ class Recorder:
         with _disable_current_modes(), saved_tensor_hooks(are_off=False), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
-            before = PythonState.of(part.module, recorded.tensors)
+            before = PythonState.of(part.module, recorded.tensors, part.scopes)
             try:
                 found, us = timed_us(run, device)
                 _refuse_sparse(part, found)
@@ -128,7 +129,8 @@ class Recorder:
         self, module: nn.Module, path: str, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
-        before, attached = PythonState.of(module, tensors), _attached(module)
+        scopes = OuterScopes.of(module.modules())
+        before, attached = PythonState.of(module, tensors, scopes), _attached(module)
         modes = Modes.now(tensors[0].device)
         with _disable_current_modes(), self.as_in_eager():
             with entropy_seeds() as seeds:
@@ -139,7 +141,7 @@ class Recorder:
             part = OpaquePart(
                 path, module, reason, replace(inputs, written=written), first.results, modes, tuple(observed.made),
                 _with_headroom(observed.live.peak, results_nbytes, headroom), varies,
-                tuple(layout(first.written[place]) for place in written),
+                tuple(layout(first.written[place]) for place in written), scopes=scopes,
             )  # fmt: skip
             before.restore()
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
@@ -150,8 +152,14 @@ class Recorder:
             before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
-        changes = before.attributes.changes(AttributeSnapshot(module))
-        part = replace(part, forward_cost=MeasuredCost(us, int(headroom * workspace)), changes=changes)
+        after = AttributeSnapshot(module, scopes=scopes)
+        outer = before.attributes.outer.changes(after.outer)
+        if kept_elsewhere := [variable.title for variable in outer if after.outer.holds(variable, Tensor)]:
+            raise CaptureError(f"forward stores a tensor in {kept_elsewhere[0]}")
+        part = replace(
+            part, forward_cost=MeasuredCost(us, int(headroom * workspace)), changes=before.attributes.changes(after),
+            outer=outer, scopes=scopes.only(outer),
+        )  # fmt: skip
         self.calls.append(Recorded(part, register_part(part), kept, results[-1]))
         with torch.no_grad():
             for place, value in first.written.items():

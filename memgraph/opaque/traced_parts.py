@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..graph.opaque_ops import BACKWARD, FORWARD
+from ..guards.module_proxy import all_submodules
+from ..guards.outer_scopes import paths_of_readers
 from ..tensors.loss_outputs import reachable_nodes
 from .inputs import Inputs, described, inputs_of
 from .module_calls import taken_calls
@@ -38,6 +40,13 @@ class TracedParts:
         """Trace ops for the recorded calls in this block."""
         with taken_calls(self.recorder.reasons, self._call), _refusing_reads(self._left):
             yield
+
+    def refuse_outer_reads(self, whole: nn.Module) -> None:
+        """Refuse that a submodule outside of all parts refers to a variable elsewhere that a part changes."""
+        for part, variable in ((call.part, one) for call in self.recorder.calls for one in call.part.outer):
+            if any(not self.own([path]) for path in paths_of_readers(all_submodules(whole), variable)):
+                reason = f"forward changes {variable.title}, which is read outside of it as well"
+                raise NotOpaqueError(part.path, part.module, reason)
 
     def own(self, paths: Iterable[str]) -> bool:
         """Return True if one of these submodules is a part, or inside of one."""

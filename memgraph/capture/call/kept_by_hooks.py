@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
-from ...guards.attribute_snapshot import RESTORED, has_same_items, restore_container
+from ...guards.containers import RESTORED, has_same_items, restore_container
 from ...guards.signature import forward_hooks
 from ...system.user_warning import warn_user
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.module_proxy import all_submodules
+from ...guards.outer_scopes import OuterScopes
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from ..python_state.draw_in_graph import drawing_in_trace
@@ -22,8 +24,9 @@ from .prod_gradient import eager_prod_gradient
 @contextmanager
 def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapshot]:
     """Let ops and libraries do what they do in eager, and restore the module afterwards."""
+    scopes = OuterScopes.of(part for _, part in all_submodules(call.module))
     with (
-        AttributeSnapshot(call.module, call.tensors).restored() as before,
+        AttributeSnapshot(call.module, call.tensors, scopes).restored_attributes() as before,
         drawing_in_trace(),
         without_checkpoint(),
         eager_fast_paths(),

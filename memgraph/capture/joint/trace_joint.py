@@ -82,7 +82,9 @@ def _traced(
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = TracedStep(call, mode, wanted, before, log, counted)
-    step.parts = TracedParts(recorder) if recorder is not None else None
+    if recorder is not None:
+        step.parts = TracedParts(recorder)
+        step.parts.refuse_outer_reads(call.module)
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
     if mode.sizes is not None:

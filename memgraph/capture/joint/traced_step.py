@@ -117,7 +117,7 @@ class TracedStep:
             self.assigned = assigned_buffers(self.call.module, traced, self.inputs, names)
         self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
-        self.attributes_after = AttributeSnapshot(self.call.module, values)
+        self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)
         return result
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:

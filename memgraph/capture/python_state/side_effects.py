@@ -4,6 +4,7 @@
     self.count = self.count + 1                         counted, and never read otherwise: allowed
     self.count = getattr(self, "count", 0) + 1          differs in every call: a CaptureError
     first = not hasattr(self, "done"); self.done = True the second call differs: a CaptureError
+    COUNTS["calls"] += 1                                a variable elsewhere that differs in every call: the same
 
 A captured step runs no Python, so it sets no attributes. If forward sets any, it is traced a second time with them in
 place. If that gives the same graph and the same attributes, every call does.
@@ -22,24 +23,33 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
+from ...guards.outer_scopes import paths_of_readers
+from ...guards.variable_scope import OuterVariable
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
 
 def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord]) -> None:
     """Raise if attributes that the first trace set change the next call."""
-    name = before.changed(first[2])
-    if name is None:
+    changed = _first_change(before, first[2])
+    if changed is None:
         return
-    if first[2].has_fakes(name):
-        raise stored_tensor_error(name)
+    if isinstance(changed, str) and first[2].has_fakes(changed):
+        raise stored_tensor_error(changed)
+    if isinstance(changed, OuterVariable) and first[2].outer.holds(changed, FakeTensor):
+        raise stored_tensor_error(_labelled(changed, before))
     try:
         second = trace()
     except Exception as error:
-        raise _changed_call_error(name) from error
-    changed = first[2].changed(second[2])
-    if changed is not None or not is_same_step(first, second):
-        raise _changed_call_error(changed or name)
+        raise _changed_call_error(changed, before) from error
+    later = _first_change(first[2], second[2])
+    if later is not None or not is_same_step(first, second):
+        raise _changed_call_error(later or changed, before)
+
+
+def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | OuterVariable | None:
+    """Return the first attribute that differs, or else the first variable elsewhere."""
+    return before.changed(after) or next(iter(before.outer.changes(after.outer)), None)
 
 
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
@@ -47,12 +57,27 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     return first[1] == second[1] and _is_same_graph(first[0], second[0])
 
 
-def _changed_call_error(name: str) -> CaptureError:
+def _changed_call_error(changed: str | OuterVariable, before: AttributeSnapshot) -> CaptureError:
     return CaptureError(
-        f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
-        "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
-        "module once before it is compiled"
-    ).about(name)
+        f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
+        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first call "
+        "sets it, run the plain module once before it is compiled"
+    ).about(_attribute(changed, before))
+
+
+def _labelled(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
+    if isinstance(changed, str):
+        return changed
+    line = before.outer.scopes.line(changed)
+    return f"{changed.title} (at {line})" if line else changed.title
+
+
+def _attribute(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
+    """Return the path of an attribute; for a variable, that of the forward of a submodule that refers to it."""
+    if isinstance(changed, str):
+        return changed
+    readers = paths_of_readers(before.modules, changed)
+    return f"{readers[0]}.forward" if readers and "" not in readers else ""
 
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from ...graph.guard_ops import Scalars, sizes_of, strides_of, values_of
 from ...graph.nodes import written_arguments
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.module_proxy import all_submodules
+from ...guards.outer_scopes import OuterScopes
 from ...system.own_generators import OwnStates, own_generators
 from ...system.python_random import restoring_python_random
 from ..call.call import Call
@@ -53,12 +55,13 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     """
     mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
     own = OwnStates(own_generators(call.module))
+    scopes = OuterScopes.of(part for _, part in all_submodules(call.module))
     with (
         restoring_python_random(),
         drawing_for_real(),
         torch.random.fork_rng(devices),
         refuse_reseeding(call.module),
-        AttributeSnapshot(call.module, call.tensors).restored(),
+        AttributeSnapshot(call.module, call.tensors, scopes).restored(),
         _RestoreWritten(call.tensors).restored(),
         without_checkpoint(),
         readable_lengths(),

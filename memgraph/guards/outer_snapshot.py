@@ -1,0 +1,93 @@
+"""The plain values outside of a module's attributes that its code refers to, at one moment.
+
+    before = OuterSnapshot(scopes);  ...;  before.changed(OuterSnapshot(scopes))   ->   Layer.calls
+    before.restore()
+
+Numbers, texts, tensors, and containers of these. Other objects count by identity, and so do large containers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .containers import items_of, restore_container
+from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey, is_array
+from .outer_scopes import OuterScopes
+from .variable_scope import OuterVariable
+
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque)
+LARGE = 1_000  # entries; such a container counts by its length alone
+DEPTH = 3  # where the walk begins: it ends two containers further down
+
+
+class OuterSnapshot:
+    """The variables in some scopes, with copies of the containers in them.
+
+    The tensors `inputs` of a call or its trace are compared by position: every trace has others.
+    """
+
+    def __init__(self, scopes: OuterScopes, inputs: Sequence[Tensor] = ()) -> None:
+        self.scopes = scopes
+        self.values = {scope: scope.values() for scope in scopes.scopes}
+        self._walk = _PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
+        self.tokens = {
+            OuterVariable(scope, name): self._described(value) for scope, values in self.values.items()
+            for name, value in values.items()
+        }  # fmt: skip
+        self.copies = [(container, container.copy()) for container in self._walk.containers]
+
+    def changes(self, later: OuterSnapshot) -> tuple[OuterVariable, ...]:
+        """Return all variables that were added, removed or changed."""
+        variables = dict.fromkeys((*later.tokens, *self.tokens))
+        return tuple(one for one in variables if self.tokens.get(one) != later.tokens.get(one))
+
+    def holds(self, variable: OuterVariable, kind: type[Tensor]) -> bool:
+        """Return True if a variable holds a tensor of this kind."""
+        return holds(self.tokens.get(variable), kind)
+
+    def restore(self) -> None:
+        """Put back what has changed, but for objects that were added: registries of a library."""
+        for scope, before in self.values.items():
+            now = scope.values()
+            for name, old in before.items():
+                if name not in now or now[name] is not old:
+                    scope.write(name, old)
+            for name in now.keys() - before.keys():
+                if _is_plain(now[name]):
+                    scope.delete(name)
+        for container, copy in self.copies:
+            old = {id(item) for _, item in items_of(copy)}
+            if all(_is_plain(item) or id(item) in old for _, item in items_of(container)):
+                restore_container(container, copy)
+
+    def _described(self, value: Any) -> tuple[Hashable, ...]:
+        self._walk.numbers.clear()  # so that no variable's description depends on others
+        begin = len(self._walk.tokens)
+        self._walk.describe(value, DEPTH)
+        return tuple(self._walk.tokens[begin:])
+
+
+def holds(tokens: object, kind: type[Tensor]) -> bool:
+    """Return True if the description of a thing names a tensor of this kind."""
+    described = tokens if isinstance(tokens, tuple) else ()
+    return any(isinstance(token, IdentityKey) and isinstance(token.target(), kind) for token in described)
+
+
+class _PlainWalk(AttributeWalk):
+    """Describes plain values and containers, and anything else by identity."""
+
+    def _describe_new(self, thing: Any, depth: int) -> None:
+        is_container = type(thing) in CONTAINERS
+        if isinstance(thing, Tensor) or is_array(thing) or (is_container and len(thing) <= LARGE):
+            super()._describe_new(thing, depth)
+        else:
+            self._alive.append(thing)
+            self.tokens += [IdentityKey(thing), len(thing)] if is_container else [IdentityKey(thing)]
+
+
+def _is_plain(thing: Any) -> bool:
+    return type(thing) in (*CONSTANTS, *CONTAINERS) or isinstance(thing, Tensor)

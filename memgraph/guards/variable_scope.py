@@ -1,0 +1,107 @@
+"""A place outside of a module's attributes that holds variables, and the lines of code that name one.
+
+COUNTS["n"] += 1                    ->   the globals of model.py: {"COUNTS": {"n": 1}}
+type(self).calls += 1               ->   the class Layer: {"calls": 1}
+mentions(forward.__code__, "calls")   ->   (True, 12, "model.py:12 in forward")
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+CLOSED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, functools.partial, nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The globals of a file, a class, the attributes of an object, or a cell of a closure.
+
+    `title` is a format for the name of a variable. With `names`, others are left out.
+    """
+
+    title: str
+    owner: dict[str, Any] | type | CellType
+    names: set[str] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return its variables, but functions, classes and modules."""
+        if isinstance(self.owner, CellType):
+            content: Mapping[str, Any] = dict(zip(self.names or (), cell_contents(self.owner), strict=False))
+        else:
+            content = self.owner if isinstance(self.owner, dict) else vars(self.owner)
+        if not content:
+            return {}
+        names = content.keys() if self.names is None else self.names & content.keys()
+        return {name: content[name] for name in names if not _is_closed(name, content[name])}
+
+    def write(self, name: str, value: Any) -> None:
+        """Give a variable a value."""
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict):
+            self.owner[name] = value
+        else:
+            setattr(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        """Take a variable out."""
+        if isinstance(self.owner, CellType):
+            del self.owner.cell_contents
+        elif isinstance(self.owner, dict):
+            del self.owner[name]
+        else:
+            delattr(self.owner, name)
+
+
+class OuterVariable(NamedTuple):
+    """One variable of a scope."""
+
+    scope: Scope
+    name: str
+
+    @property
+    def title(self) -> str:
+        return self.scope.title.format(self.name)
+
+
+class Mention(NamedTuple):
+    """A place in code that names a variable: whether it assigns to it, minus the line, and `path:line in function`."""
+
+    assigns: bool
+    before: int
+    place: str
+
+
+def mentions(code: CodeType, name: str) -> Iterator[Mention]:
+    """Yield the places in a function that name a variable, those of inner functions included."""
+    if name in (*code.co_names, *code.co_freevars, *code.co_varnames):
+        for step in dis.get_instructions(code):
+            line = step.positions.lineno if step.positions is not None else None
+            if step.argval == name and line is not None:
+                place = f"{code.co_filename}:{line} in {code.co_name}"
+                yield Mention(step.opname.startswith("STORE"), -line, place)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from mentions(inner, name)
+
+
+def cell_contents(cell: CellType) -> tuple[Any, ...]:
+    """Return what a cell holds: one thing, or nothing."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _is_closed(name: str, value: Any) -> bool:
+    """Return True for code, and for what Python keeps in classes and files."""
+    return (
+        (name.startswith("__") and name.endswith("__")) or isinstance(value, CLOSED) or hasattr(type(value), "__get__")
+    )
