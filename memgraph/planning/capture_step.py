@@ -19,7 +19,6 @@ from passes import Trace
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
-from ..capture.values.value_run import Measure
 from ..graph.accumulate_grads import mark_hooked_grads
 from ..graph.captured import Captured
 from ..graph.gradient_sums import with_sums_in_place
@@ -130,7 +129,7 @@ def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
     return allocated.peak if allocated is not None else 0
 
 
-def _general(call: Call, measure: Measure) -> Captured | None:
+def _general(call: Call, measure: Callable[[Callable[[], object]], int]) -> Captured | None:
     if call.general is None:
         return None
     return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs, measure)
