@@ -31,7 +31,8 @@ def test_the_log_says_when_something_is_planned_and_when_nothing_is(caplog: pyte
         for rows in (2, 2, 3, 2):
             compiled(torch.ones(rows, 4)).sum().backward()
             compiled.zero_grad()
-    said = [message.partition(" in ")[0] for message in caplog.messages]
+    steps = [record.getMessage() for record in caplog.records if record.name == "memgraph.api.kept_steps"]
+    said = [message.partition(" in ")[0] for message in steps]  # without lines of progress on a busy machine
     assert said == ["a call unlike the 0 before: it is captured, priced and planned", "planned"] + [
         "a call unlike the 1 before: it is captured, priced and planned", "planned",
     ]  # fmt: skip
