@@ -1,6 +1,6 @@
 """The plain values outside of a module's attributes that its code refers to, at one moment.
 
-    before = OuterSnapshot(scopes);  ...;  before.changed(OuterSnapshot(scopes))   ->   Layer.calls
+    before = OuterSnapshot(scopes);  ...;  before.changes(OuterSnapshot(scopes))   ->   Layer.calls
     before.restore()
 
 Numbers, texts, tensors, and containers of these. Other objects count by identity, and so do large containers.

@@ -76,8 +76,7 @@ def refuse_kept(
         BudgetError: so much is held that the step would exceed its budget.
     """
     kept = outputs.kept_nbytes(saved) + sum(_kept_nbytes(tangents))
-    needed = min(report.peak + kept, _peak_with_all(report))
-    if needed > report.budget:
+    if report.peak + kept > report.budget and _peak_with_all(report) > report.budget:
         needed = _smallest_with_all(report)
         text = (
             f"the budget of {report.budget} bytes is enough only if the model's outputs are freed when backward "
