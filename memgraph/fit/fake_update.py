@@ -16,9 +16,9 @@ from torch import Tensor, nn, optim
 
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
-from ..optim.fake_step import fake_states, fake_step_nbytes
+from ..optim.fake_step import fake_step_nbytes
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
-from ..optim.optimizer_clone import clone_optimizer, distinct_steps
+from ..optim.optimizer_clone import clone_optimizer, distinct_steps, state_tensors
 from ..system.device import CPU
 
 
@@ -93,5 +93,5 @@ def _stepped(
 ) -> tuple[int, int]:
     """Return the bytes of the states after a step, and the most that a later one allocates beside them."""
     _, *later = [fake_step_nbytes(optimizer, parameters, rounded) for _ in range(distinct_steps(optimizer))]
-    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in fake_states(optimizer)}
+    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in state_tensors(optimizer)}
     return sum(map(rounded, sizes.values())), max(later)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..opaque.live_bytes import LiveBytes
+from .optimizer_clone import state_tensors
 
 
 def fake_step_nbytes(
@@ -27,14 +28,9 @@ def fake_step_nbytes(
         rounded: the bytes of a block on the device, for the bytes of a tensor.
     """
     known = [each for p in parameters for each in (p, p.grad) if each is not None]
-    with _Meter([*known, *fake_states(optimizer)], rounded) as meter, torch.no_grad():
+    with _Meter([*known, *state_tensors(optimizer)], rounded) as meter, torch.no_grad():
         type(optimizer).step(optimizer)
     return int(meter.live.peak)
-
-
-def fake_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of all states."""
-    return [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
 
 
 class _Meter(TorchDispatchMode):

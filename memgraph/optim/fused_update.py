@@ -22,8 +22,7 @@ from ..profile.memory_meter import resident_bytes
 from ..storage.mapped_storage import buffer_slice_of
 from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step, unhooked_step
 from .offloaded_update import OffloadedUpdate
-from .optimizer_clone import STATE_ADVICE, clone_optimizer, unclonable_reason
-from .optimizer_profiler import state_tensors
+from .optimizer_clone import STATE_ADVICE, clone_optimizer, state_tensors, unclonable_reason
 from .streamed_update import StreamedUpdate
 
 WITHOUT = "compile without fuse_update for this"

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
@@ -40,6 +39,7 @@ from .optimizer_clone import (
     distinct_steps,
     initial_state,
     profiling_error,
+    state_tensors,
 )
 
 LARGE = 1 << 18  # bytes of parameters: a step on real ones allocates several times as much
@@ -64,11 +64,6 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of all states, once they exist; errors as in `update_nbytes`."""
     return OptimizerProfiler(optimizer).states_nbytes(kinds_of(stepped_parameters(optimizer)))
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Return the state tensors that exist now."""
-    return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)

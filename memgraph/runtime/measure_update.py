@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..optim.elementwise import replace_step
-from ..optim.optimizer_profiler import state_tensors
+from ..optim.optimizer_clone import state_tensors
 from ..profile.memory_meter import measure_peak, resident_bytes
 from .step import Step
 

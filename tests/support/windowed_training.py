@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.window_memory import OffloadedTensors
 from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from memgraph.storage.mapped_storage import buffer_slice_of

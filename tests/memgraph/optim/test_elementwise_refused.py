@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.profile.memory_meter import resident_bytes
 from tests.support.streamed_state import batch, chain, far, loss, streamed, tightest
 

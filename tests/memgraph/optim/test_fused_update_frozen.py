@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
-from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.fused_updates import ROOM, fused, smallest, steps, train
 from tests.support.streamed_state import OPTIMIZERS, WIDTH, Twins, batch, chain, far, least, loss

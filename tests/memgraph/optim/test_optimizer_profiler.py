@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 
 from memgraph.optim import optimizer_profiler
-from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
+from memgraph.optim.optimizer_clone import state_tensors
+from memgraph.optim.optimizer_profiler import update_nbytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.optimizers import OPTIMIZERS
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.optim.fused_update import FusedUpdate
 from memgraph.optim.offloaded_update import OffloadedUpdate
-from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.streamed_update import StreamedUpdate
 from memgraph.optim.window_memory import OffloadedTensors, window_bytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
