@@ -28,7 +28,7 @@ from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
 from ..planning.lengths.size_keys import SizeKeys
 from ..planning.planner import Planner
-from ..planning.value_variants import MANY, ValueVariants, is_new, refuse_unstable
+from ..planning.value_variants import MANY, Answers, ValueVariants, is_new, refuse_unstable
 from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
@@ -80,7 +80,7 @@ class KeptSteps:
             except GuardFailed as failure:
                 refuse_unstable(call, failure)
                 tried.append(failure.guards)
-                call = self.variants.others(call, tried, failure)
+                call = self.variants.others(call, tried, failure, self._answers_alike(call))
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         """Return the step of a call, kept or planned now, and the floats that it takes."""
@@ -161,8 +161,15 @@ class KeptSteps:
         floats = self._floats.capture_for(key, self.steps)
         if floats is not None:
             return floats
+        return self.sizes.capture_for((key[0], key[2]), self._known_captures())
+
+    def _answers_alike(self, call: Key) -> list[Answers]:
+        """Return the answers of calls that differ in lengths alone."""
+        return self.sizes.answers((call[0], call[2]), self._known_captures())
+
+    def _known_captures(self) -> list[tuple[Any, Captured]]:
         kept = [(key, step.parts.captured.unsliced) for key, step in self._kept_steps()]
-        return self.sizes.capture_for((key[0], key[2]), [*kept, *self.captures.items()])
+        return [*kept, *self.captures.items()]
 
     def _kept_steps(self) -> list[tuple[Any, Step]]:
         """Return the steps with what their captures depend on, the latest first.

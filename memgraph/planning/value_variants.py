@@ -8,7 +8,7 @@ The latest set that held is tried first. After eight sets, the submodules that a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..errors import CaptureError
@@ -37,18 +37,23 @@ class ValueVariants:
         known = self._known.get(_kind(call))
         return with_answers(call, known[0]) if known else call
 
-    def others(self, call: Key, tried: Sequence[Sequence[ValueGuard]], failure: GuardFailed) -> Key:
-        """Return the key of a step that was not tried and agrees with what all guards have found, or of a new one."""
-        rejected = list(map(_answers, tried))
+    def others(
+        self, call: Key, tried: Sequence[Sequence[ValueGuard]], failure: GuardFailed, alike: Iterable[Answers] = ()
+    ) -> Key:
+        """Return the key of a step that was not tried and agrees with what all guards have found, or of a new one.
+
+        The answers of calls that are `alike` come after those of the call itself.
+        """
+        rejected = list(map(assumed, tried))
         found = (*rejected[-1][: failure.guard], failure.actual)
-        for answers in self._known.get(_kind(call), ()):
+        for answers in (*self._known.get(_kind(call), ()), *alike):
             if answers not in rejected and _begins_with(answers, found):
                 return with_answers(call, answers)
         return with_answers(call, NEW)
 
     def add(self, key: Key, guards: Sequence[ValueGuard]) -> Key:
         """Note the answers on which a step rests, and return its key."""
-        key = with_answers(key, answers := _answers(guards))
+        key = with_answers(key, answers := assumed(guards))
         if answers:
             self._guards[_kind(key)] = tuple(guards)
             self.note_use(key, guards)
@@ -58,7 +63,7 @@ class ValueVariants:
         """Note that a step has run: its answers are tried first next time."""
         if not guards:
             return
-        known, answers = self._known.setdefault(_kind(key), []), _answers(guards)
+        known, answers = self._known.setdefault(_kind(key), []), assumed(guards)
         if known and known[0] == answers:
             return
         if answers in known:
@@ -118,6 +123,17 @@ def with_answers(key: Key, answers: Answers) -> Key:
     return ((guard, (optimizer, answers)), *rest)
 
 
+def answers_of(key: Key) -> Answers:
+    """Return the answers in a key; none where they are unknown."""
+    answers: Answers = key[0][1][1]
+    return answers
+
+
+def assumed(guards: Sequence[ValueGuard]) -> Answers:
+    """Return the answers that a capture with these guards rests on."""
+    return tuple(guard.expected for guard in guards)
+
+
 def paths_of(guards: Sequence[ValueGuard]) -> tuple[str, ...]:
     """Return the submodules that ask for the values of these guards; those alone that are inside of no other."""
     paths = dict.fromkeys(guard.path for guard in guards if guard.path)
@@ -130,7 +146,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 def is_new(key: Key) -> bool:
     """Return True if a call has to be captured with the values that it has now."""
-    return bool(key[0][1][1] == NEW)
+    return answers_of(key) == NEW
 
 
 def refuse_unstable(key: Key, failure: GuardFailed) -> None:
@@ -150,10 +166,6 @@ def refuse_unstable(key: Key, failure: GuardFailed) -> None:
             f"capture found {guard.expected}, and the step {failure.actual}; make it depend on tensors and torch's "
             "generators only, or compute it outside of the module"
         )
-
-
-def _answers(guards: Sequence[ValueGuard]) -> Answers:
-    return tuple(guard.expected for guard in guards)
 
 
 def _kind(key: Key) -> Hashable:

@@ -21,7 +21,7 @@ from ...guards.signature import ARGUMENTS
 from ...runtime.step import Step
 from ...tensors.traced_size import LEAST
 from ..capture_cache import KnownLength
-from ..value_variants import with_answers
+from ..value_variants import Answers, answers_of, assumed, with_answers
 from .general_steps import GeneralSteps
 
 KEPT = 4  # general captures of one module
@@ -46,10 +46,13 @@ class SizeKeys:
 
         The nearest length among `steps` that have a plan gives the times.
         """
+        answers, key = answers_of(key), with_answers(key, ())
         for entry in reversed(self._general):
             general_key, places, general = entry
             lengths = _lengths(key, places)
             if lengths is None or _generalized(key, places) != general_key:
+                continue
+            if not _agrees(answers, general.capture.captured):
                 continue
             if general.capture.trace.holds(lengths):
                 self._general.remove(entry)
@@ -61,27 +64,39 @@ class SizeKeys:
     def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:
         """Return a capture of a call in which those lengths are symbols that alone differ from a `known` call;
         None if there is no such call, or their values are needed."""
+        answers, key = answers_of(key), with_answers(key, ())
         for other, captured in known:
             other = with_answers(other, ())
             places = _differing(key, other) if other[1] == key[1] and _may_vary(captured) else {}
             lengths, earlier = _lengths(key, places), _lengths(other, places)
-            if not places or lengths is None or earlier is None:
+            if not places or lengths is None or earlier is None or not _agrees(answers, captured):
                 continue
             general_key = _generalized(key, places)
-            if general_key != _generalized(other, places) or self._failures.get(general_key, 0) >= TRIES:
+            kind = general_key, assumed(captured.guards)
+            if general_key != _generalized(other, places) or self._failures.get(kind, 0) >= TRIES:
                 continue
             tensors = [leaf for leaf, entry in enumerate(key[0][0][ARGUMENTS]) if _is_tensor(entry)]
             return SizeCapture(SizeInputs(places, lengths, tensors), captured, earlier)
         return None
 
+    def answers(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> list[Answers]:
+        """Return the answers of `known` captures of calls that differ from this one in lengths alone."""
+        alike = ((with_answers(other, ()), captured) for other, captured in known)
+        key = with_answers(key, ())
+        return [
+            assumed(captured.guards) for other, captured in alike
+            if captured.guards and other[1] == key[1] and _may_vary(captured) and _differing(key, other)
+        ]  # fmt: skip
+
     def note(self, key: Key, capture: SizeCapture) -> bool:
         """Keep what was captured for a call, and return True; or log why its lengths are constants."""
-        general_key = _generalized(key, capture.inputs.places)
+        general_key = _generalized(with_answers(key, ()), capture.inputs.places)
         if capture.general is not None:
             self._general.append((general_key, capture.inputs.places, GeneralSteps(capture.general)))
             del self._general[:-KEPT]
             return True
-        self._failures[general_key] = self._failures.get(general_key, 0) + 1
+        kind = general_key, assumed(capture.earlier.guards)
+        self._failures[kind] = self._failures.get(kind, 0) + 1
         while len(self._failures) > FAILED_KINDS:
             self._failures.popitem(last=False)
         LOG.info("lengths stay constants of the graph: %s", capture.reason)
@@ -95,9 +110,14 @@ def _may_vary(captured: Captured) -> bool:
     return all(map(is_condition, captured.guards)) and not any(depends)
 
 
+def _agrees(answers: Answers, captured: Captured) -> bool:
+    """Return True if a capture rests on these answers; empty where they are unknown."""
+    return not answers or answers == assumed(captured.guards)
+
+
 def _has_guards(step: Step, captured: Captured) -> bool:
     """Return True if a step rests on the same values, so that its ops are the same."""
-    return [each.expected for each in step.parts.captured.guards] == [each.expected for each in captured.guards]
+    return assumed(step.parts.captured.guards) == assumed(captured.guards)
 
 
 def _nearby(lengths: Sequence[int], general: Key, places: Places, steps: Sequence[tuple[Key, Step]]) -> Trace | None:
