@@ -140,23 +140,30 @@ class OffloadedSlots:
         states = self.states.deactivate(other.states.owners if other is not None else ())
         self.placement.move_to_device((name for kind, name in dropped if kind == PARAMETER), states)
 
+    def offload_gradients(self, grad_sinks: Sequence[Tensor | None]) -> None:
+        """Offload the gradients that exist, as the forecast has it; earlier calls may have left them on the device."""
+        for position, name in self.gradients.items():
+            sink = grad_sinks[position]
+            if sink is not None and sink.grad is not None:
+                self.placement.adopt_gradient(name, sink.grad)
+
     def begin_backward(
         self, grad_sinks: Sequence[Tensor | None], adds: bool
     ) -> tuple[dict[int, Tensor], dict[int, BufferSlice]]:
         """Prepare slices for the gradients that are offloaded.
 
-        Existing gradients are offloaded first. A new one gets a separate buffer if backward does not add to the
-        existing one, or the user still references the slice. Returns those buffers, by position, and all slices.
+        Gradients that were set since forward began are offloaded first. A new one gets a separate buffer if backward
+        does not add to the existing one, or the user still references the slice. Returns those buffers, by position,
+        and all slices.
 
         Raises:
             SpillError: the disk has no space for them.
         """
+        self.offload_gradients(grad_sinks)
         fakes: dict[str, Tensor] = {}
         for position, name in self.gradients.items():
             sink = grad_sinks[position]
             gradient = sink.grad if sink is not None else None
-            if gradient is not None:
-                self.placement.adopt_gradient(name, gradient)
             if sink is None or (self.placement.is_referenced(name) if gradient is None else not adds):
                 fakes[name] = self.fakes[GRADIENT, name]
         new = self.placement.new_buffers(fakes) if fakes else {}

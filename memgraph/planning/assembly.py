@@ -43,11 +43,13 @@ class AssembledStep:
     lowering: NotLowered
     reused: Mapping[str, str] = field(default_factory=dict)
 
-    def stated(self) -> Report:
-        """Return the report at the prices of the lowered step, with the page faults to come."""
+    def stated(self, resident_nbytes: int) -> Report:
+        """Return the report at the prices of the lowered step, with the page faults to come; `resident_nbytes` of the
+        module and its optimizer are on the device."""
         machine = self.report.machine
         choice = self.lowering.restated(self.report.choice, machine)
-        return replace(self.report, choice=choice, pages_us=page_faults_us(choice.forecast, machine, self.reused))
+        pages_us = page_faults_us(choice.forecast, machine, self.reused, resident_nbytes)
+        return replace(self.report, choice=choice, pages_us=pages_us)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import fx, nn, optim
+from torch import Tensor, fx, nn, optim
 
 from passes import Machine, Streaming, Trace
 from passes.slices.whole_weight import Reason
@@ -23,6 +23,7 @@ from ..optim.state_parts import TrainedParameters
 from ..oss import OSS
 from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
+from ..profile.memory_meter import resident_bytes
 from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
 from ..tensors.aliasing import describe_shared_memory
@@ -76,6 +77,14 @@ class OptimizerState:
     def outputs(self, outputs: OutputSelector) -> OutputSelector:
         """Return from which outputs backward starts."""
         return outputs
+
+    def resident_nbytes(self) -> int:
+        """Return the bytes of parameters, buffers, gradients and optimizer states that are on the device now."""
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
+        return resident_bytes([*parameters, *self.module.buffers(), *gradients, *tensors])
 
     def key(self) -> tuple[Hashable, ...]:
         """Return what a step depends on: another key needs another plan."""

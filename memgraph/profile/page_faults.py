@@ -4,12 +4,13 @@
 
 glibc returns large blocks to the system when they are freed (`return_freed_memory`), unless they are in a gap between
 others. So the past of the process decides which ops get new pages. To find them, the step's values are allocated and
-freed in its order, and nothing is written to them.
+freed in its order, within the budget, and nothing is written to them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 from collections import defaultdict
@@ -31,26 +32,33 @@ from ..system.timer import timed_us
 
 HUGE = "THP_MEM_ALLOC_ENABLE"  # set to 1, torch asks for huge pages, for blocks of 2 MiB and more
 NBYTES, TRIES = (4 << 20) if os.environ.get(HUGE) == "1" else (512 << 10), 9
+WORKSPACE = ""  # the name of a block
 MAPPED = 2  # glibc's bit in the header of a block that has its own pages
 
 _known: dict[str, float] = {}
 
 
-def page_faults_us(forecast: Forecast, machine: Machine, reused: Mapping[str, str]) -> float:
+def page_faults_us(
+    forecast: Forecast, machine: Machine, reused: Mapping[str, str], resident_nbytes: int | None = None
+) -> float:
     """Return the microseconds by which page faults would make the step longer now.
 
     Args:
         reused: the dead value into whose memory an op writes, by the op's name.
+        resident_nbytes: bytes of the module and its optimizer that are on the device now, beside which the budget is
+            kept; None without a budget.
     """
     if machine.device != "cpu" or not returns_freed_memory():
         return 0.0
-    fresh, us = fresh_nbytes(with_buffer_reuse(forecast.trace, reused)), page_fault_us()
+    batch_nbytes = sum(op.nbytes for op in forecast.trace.ops if op.fn == "input")
+    room = math.inf if resident_nbytes is None else machine.budget - resident_nbytes - batch_nbytes
+    fresh, us = fresh_nbytes(with_buffer_reuse(forecast.trace, reused), room), page_fault_us()
     longer = (replace(op, us=op.us + us * fresh.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
     return predict(replace(forecast.trace, ops=tuple(longer)), machine).us - forecast.us
 
 
-def fresh_nbytes(trace: Trace) -> dict[str, int]:
-    """Return the bytes of new pages by op name.
+def fresh_nbytes(trace: Trace, room: float = math.inf) -> dict[str, int]:
+    """Return the bytes of new pages by op name; values for which no `room` is left are taken to be in such.
 
     Not counted are the largest blocks, which are new in eager too and part of the op's price, and reloads, whose pages
     the copying thread writes.
@@ -58,20 +66,36 @@ def fresh_nbytes(trace: Trace) -> dict[str, int]:
     ends: defaultdict[int, list[str]] = defaultdict(list)
     for life in lifetimes(trace):
         ends[life.last].append(life.storage)
-    live: dict[str, Tensor] = {}
-    fresh: dict[str, int] = {}
+    blocks, fresh = _Blocks(room), dict[str, int]()
     for index, op in enumerate(trace.ops):
         if not op.is_input:
-            values = {made.name: torch.empty(made.nbytes, dtype=torch.uint8) for made in op.makes}
-            workspace = torch.empty(op.workspace, dtype=torch.uint8)
-            nbytes = sum(value.nbytes for value in (*values.values(), workspace) if _is_new(value))
-            live |= values
-            del values, workspace
+            sizes = {made.name: made.nbytes for made in op.makes} | {WORKSPACE: op.workspace}
+            nbytes = sum(blocks.allocate(name, size) for name, size in sizes.items())
+            blocks.free(WORKSPACE)
             if nbytes and op.fn != RELOAD:
                 fresh[op.name] = nbytes
         for storage in ends.pop(index, ()):
-            live.pop(storage, None)
+            blocks.free(storage)
     return fresh
+
+
+class _Blocks:
+    """Blocks of memory that nothing is written to."""
+
+    def __init__(self, room: float) -> None:
+        self.room, self._live = room, dict[str, Tensor]()
+
+    def allocate(self, name: str, nbytes: int) -> int:
+        """Return the bytes of new pages in a block; it is allocated if there is room."""
+        if nbytes > self.room:
+            return nbytes if RETURNED <= nbytes < KEPT else 0
+        self._live[name] = block = torch.empty(nbytes, dtype=torch.uint8)
+        self.room -= nbytes
+        return nbytes if _is_new(block) else 0
+
+    def free(self, name: str) -> None:
+        if (block := self._live.pop(name, None)) is not None:
+            self.room += block.nbytes
 
 
 def page_fault_us() -> float:

@@ -130,7 +130,7 @@ class Step:
 
     def _begin(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[StepRun]) -> StepRun:
         """Return a run whose state is in place, with its meter, clock or watch."""
-        run = self._prepare(tensors)
+        run = self._prepare(tensors, is_alone=not others)
         run.caller_inputs, run.meter = self.parts.roles.varying, meter
         if others:
             self._note_concurrent(run, others, tensors)
@@ -145,12 +145,17 @@ class Step:
             run.wall = WallTimes(self.device)
         return run
 
-    def _prepare(self, tensors: Sequence[Tensor]) -> StepRun:
-        """Bring state to its slots and open a run; if that fails, tell the other ranks."""
+    def _prepare(self, tensors: Sequence[Tensor], is_alone: bool) -> StepRun:
+        """Bring state to its slots and open a run; if that fails, tell the other ranks.
+
+        Beside other open runs autograd sums the gradients, which stay where they are.
+        """
         tier, slots, sharded = self.parts.tier, self.parts.state_slots, self.parts.sharded_grads
         try:
             if slots is not None:
                 places = slots.place(tensors)
+                if is_alone:
+                    slots.offload_gradients(self.parts.roles.owners_of_gradients(tensors))
                 if tier is not None:
                     tier.bind(places)
             if sharded is not None:

@@ -120,10 +120,14 @@ class StepParts:
         return shards + [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def absent_nbytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return the forecast bytes that do not exist: gradients to add to, and what a recording would keep."""
+        """Return the forecast bytes that do not exist: gradients to add to, and what a recording would keep.
+
+        Gradients that exist on the device although the forecast has them elsewhere count as negative.
+        """
         shards = sum(nbytes for bucket, nbytes in self.roles.added_shards if self.shard(bucket) is None)
-        gradients = sum(nbytes for place, nbytes in self.roles.added if tensors[place].grad is None)
-        return self.recording.kept_nbytes + shards + gradients
+        existing = (tensors[place].grad for place, _ in self.roles.added)
+        gradients = resident_bytes(gradient for gradient in existing if gradient is not None)
+        return self.recording.kept_nbytes + shards + sum(nbytes for _, nbytes in self.roles.added) - gradients
 
     def open_runs(self, tensors: Sequence[Tensor], but: StepRun | None = None) -> list[StepRun]:
         """Return the other runs that are open over parameters of this step."""

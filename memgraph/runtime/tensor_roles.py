@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from ..graph.captured import Captured, Output
+from ..guards.signature import has_hooks
 
 Key = tuple[str, str, int]  # kind, name and index of an input
 
@@ -76,6 +79,12 @@ class TensorRoles:
     def targets(self) -> tuple[int, ...]:
         """The places of the inputs that the gradients belong to."""
         return tuple(map(self._target, self.gradients))
+
+    def owners_of_gradients(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return, for each gradient, the parameter whose `.grad` backward may set by itself; None for the others."""
+        rows = zip(self.gradients, self.targets, strict=True)
+        owners = [tensors[place] if role.kind == "gradient" else None for role, place in rows]
+        return [None if owner is None or has_hooks(owner) else owner for owner in owners]
 
     @cached_property
     def varying(self) -> tuple[int, ...]:

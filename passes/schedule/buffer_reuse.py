@@ -65,8 +65,9 @@ def with_buffer_reuse(trace: Trace, reused: Mapping[str, str]) -> Trace:
 def _shareable(trace: Trace, smallest: int) -> dict[str, Span]:
     """Return the spans of storages that only torch's ops see, by the op whose only result they are.
 
-    Others may refer to a tensor that is dead in the trace: a copy to the tier, a collective, an opaque part, or an
-    accumulation, whose result is the new gradient itself where `.grad` is None.
+    The storages of a tuple have other names than its op, and can't be taken from it, not even a single one. Others may
+    refer to a tensor that is dead in the trace: a copy to the tier, a collective, an opaque part, or an accumulation,
+    whose result is the new gradient itself where `.grad` is None.
     """
     kept = trace.held_by(value for _, value in trace.outputs)
     for op in trace.ops:
@@ -75,7 +76,7 @@ def _shareable(trace: Trace, smallest: int) -> dict[str, Span]:
     return {
         op.name: (op, made, first, last)
         for op, made, first, last in spans(trace)
-        if made.nbytes >= smallest and op.holds == (made.name,) and made.name not in kept and _is_op_of_torch(op)
+        if made.nbytes >= smallest and op.holds == (op.name,) and op.name not in kept and _is_op_of_torch(op)
     }
 
 

@@ -139,7 +139,8 @@ class GraphPlanner:
         except KeyboardInterrupt:
             LOG.warning("interrupted: the step runs in slices, and may be faster without; interrupt again to stop")
             return sliced
-        return _faster(Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began), sliced)
+        planned = Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began)
+        return _faster(planned, sliced, self.state.resident_nbytes())
 
 
 def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budget: int) -> int:
@@ -158,15 +159,15 @@ def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budge
     return max(budget, later.needed_nbytes())
 
 
-def _faster(whole: Planned, sliced: Planned) -> Planned:
-    if not is_taken(whole.result, sliced.result, whole.machine):
+def _faster(whole: Planned, sliced: Planned, resident_nbytes: int) -> Planned:
+    if not is_taken(whole.result, sliced.result, whole.machine, resident_nbytes):
         fits = whole.result.forecast.peak <= whole.machine.budget
         return replace(sliced, result=among(sliced.result, whole.result), other=whole if fits else None)
     LOG.info("whole %s, in slices %s: the step stays whole", whole.result.forecast, sliced.result.forecast)
     return replace(whole, result=among(whole.result, sliced.result), other=sliced)
 
 
-def is_taken(whole: PlanResult, sliced: PlanResult, machine: Machine) -> bool:
+def is_taken(whole: PlanResult, sliced: PlanResult, machine: Machine, resident_nbytes: int | None = None) -> bool:
     """Return True if the plan of the whole is taken: new pages count, as in reports."""
-    pages_us = [page_faults_us(result.forecast, machine, {}) for result in (whole, sliced)]
+    pages_us = [page_faults_us(result.forecast, machine, {}, resident_nbytes) for result in (whole, sliced)]
     return is_faster(whole, sliced, machine.budget, pages_us[0] - pages_us[1])

@@ -17,9 +17,7 @@ from tests.support.optimizers import OPTIMIZERS
 FIRST_CALL = """
 import torch, memgraph
 from torch import nn
-from memgraph.profile import page_faults
 from tests.support.allocator_meter import Allocator
-page_faults.fresh_nbytes = lambda trace: {}  # it allocates blocks that nothing writes to, so they have no pages
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(80_000, 64), nn.Linear(64, 64))  # 20.5 MB, and again for the gradient

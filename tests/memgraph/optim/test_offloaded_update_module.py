@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memgraph.storage.mapped_storage import is_offloaded
 from tests.support.streamed_state import (
     ADAMW,
     WIDTH,
@@ -268,3 +269,26 @@ def test_another_dtype(dtype: torch.dtype) -> None:
     twins.model = model
     for _ in range(3):
         twins.step(step)
+
+
+def test_gradients_that_the_plan_has_on_disk_are_there_before_forward() -> None:
+    """An earlier call with another plan, or the user, may have left them on the device."""
+    twins = Twins()
+
+    def begin(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        made: Tensor = run(model, batch())
+        if model is twins.model:
+            gradients = {parameter: parameter.grad for parameter in model.parameters()}
+            placed = {key: value is not None and is_offloaded(value) for key, value in gradients.items()}
+            names = {name for name, parameter in twins.module.named_parameters() if placed[parameter]}
+            wanted = {name.removesuffix("_grad") for name in streams(twins.model) if name.endswith("_grad")}
+            assert wanted and {name.replace(".", "_") for name in names} >= {name.strip("_") for name in wanted}
+        made.backward()
+        optimizer.step()
+        return made.detach()
+
+    for _ in range(3):
+        twins.step(begin)

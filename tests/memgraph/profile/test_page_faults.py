@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.graph.halves import buffer_reuse
 from memgraph.profile import page_faults
-from memgraph.profile.memory_meter import resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.profile.page_faults import fresh_nbytes, page_faults_us
 from passes import Machine, parse, predict
 from passes.schedule.buffer_reuse import reused_buffers, with_buffer_reuse
@@ -137,9 +137,18 @@ def test_a_plan_that_takes_anothers_place_is_compared_with_the_same_step() -> No
     assert later.after(later).as_it_is_us == first.choice.captured.us
 
 
+def test_no_more_is_allocated_than_there_is_room_for() -> None:
+    trace = parse(STEP)
+    _, all_of_them = measure_peak(lambda: fresh_nbytes(trace))
+    fresh, some = measure_peak(lambda: fresh_nbytes(trace, 3_000_064))
+    assert all_of_them is not None and some is not None
+    assert all_of_them.peak == 41_000_064 and some.peak == 3_000_064
+    assert fresh["g"] == 4_000_000  # for which there is no room
+
+
 def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: True)
-    monkeypatch.setattr(page_faults, "fresh_nbytes", lambda trace: {"a": 8192, "g": 4096})
+    monkeypatch.setattr(page_faults, "fresh_nbytes", lambda trace, room: {"a": 8192, "g": 4096})
     monkeypatch.setattr(page_faults, "page_fault_us", lambda: 2.0)
     machine = Machine(1 << 30)
     forecast = predict(parse(STEP), machine)

@@ -56,6 +56,17 @@ def test_others_do_not(old: str, new: str) -> None:
     assert _reused(text).get("c") != "a"
 
 
+def test_a_tuple_gives_no_memory() -> None:
+    """Its op may have one storage, where the other items are None: the backward of a layer norm without parameters."""
+    text = STEP.replace(
+        "a = aten.mm.default(x)  # f32[25] | makes a:100", "a = aten.f.default(x)  # f32[25] | makes a.0:100"
+    )
+    text = text.replace("b = aten", "i = getitem(a)  # f32[25] | holds a.0\nb = aten").replace(
+        "gelu.default(a)", "gelu.default(i)"
+    )
+    assert _reused(text) == {}
+
+
 def test_small_results_have_their_own_memory() -> None:
     assert _reused(STEP, smallest=101) == {}
 
