@@ -34,7 +34,8 @@ def children(folder: Path, *options: str, of: str = "tests.support.counted_steps
 
 def assert_within(folder: Path, names: list[str], *options: str) -> None:
     rows = [Counted(**json.loads(line)) for line in children(folder, *options, *names)]
-    assert len(rows) == STEPS * len(names)
+    calls = int(options[options.index("--calls") + 1]) if "--calls" in options else 1
+    assert len(rows) == STEPS * calls * len(names)
     over = [row for row in rows if not row.counted <= row.forecast <= row.budget]
     assert not over
     missed = [row for row in rows if row.measured is None or row.measured < row.counted]
@@ -48,6 +49,11 @@ def test_every_step_of_every_model_is_within_its_budget(tmp_path: Path) -> None:
 
 def test_with_an_optimizer_the_update_is_within_it_too(tmp_path: Path) -> None:
     assert_within(tmp_path, ["mobilenet:0.7", "mlp:0.7"], "--time-limit", "0.5", "--optimizer")
+
+
+def test_calls_that_add_to_gradients_are_within_it_too(tmp_path: Path) -> None:
+    names = ["gpt2:0.15", "llama:0.2", "tied:0.1"]  # at which gradients are on disk
+    assert_within(tmp_path, names, "--time-limit", "0.5", "--optimizer", "--calls", "2")
 
 
 @pytest.mark.slow

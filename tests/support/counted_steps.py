@@ -52,20 +52,24 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("--calls", type=int, default=1, help="in each step, whose gradients are added up")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     allocator = Allocator()
     after_planning(allocator.reset)
     for name, share in (pair.split(":") for pair in given.cases):
-        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer):
+        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer, given.calls):
             print(json.dumps(asdict(row)), flush=True)
 
 
 def counted(
-    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool
+    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool, calls: int
 ) -> Iterator[Counted]:
-    """Yield the steps of a model under a share of eager's activation peak, from the call to the end of backward."""
+    """Yield the calls of a model under a share of eager's activation peak, from the call to the end of backward.
+
+    The last call of a step includes the optimizer's, with `--optimizer`.
+    """
     gc.collect()
     model, batch = fresh(case)
     held = resident_bytes([*model.parameters(), *model.buffers(), *tensors_of_batch(batch)])
@@ -76,21 +80,24 @@ def counted(
         model, held + states + int(share * eager_peak_of(case)), loss=None if case.beside else case.loss,
         time_limit=time_limit, optimizer=optimizer if with_optimizer else None,
     )  # fmt: skip
-    for step in range(STEPS):
+    for step in range(STEPS * calls):
+        is_last = (step + 1) % calls == 0
         allocator.reset()
         results = batch.of(compiled)
         loss = case.loss(results) if case.beside else results
         if step % 2:
             del results  # every other step keeps the model's results until its end
         loss.backward()
-        if with_optimizer:
+        report = compiled.plan
+        if with_optimizer and is_last:
             optimizer.step()
         most = allocator.most
-        report = compiled.plan
         staging = int(report.forecast.by_kind["staging"].max(initial=0))
         found = most - elsewhere + staging
-        yield Counted(case.name, share, step, found, report.measured, report.peak, report.budget)
+        yield Counted(case.name, share, step, found, compiled.plan.measured, report.peak, report.budget)
         loss = results = None
+        if not is_last:
+            continue
         if not with_optimizer:
             optimizer.step()
             optimizer.state.clear()
