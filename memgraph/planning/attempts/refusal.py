@@ -67,12 +67,21 @@ def refuse_value_run(call: Call, graph: StepGraph, needed_nbytes: Callable[[int]
     if nbytes and forward > budget:
         needed = needed_nbytes(forward)
         step = f", and the step {needed}" if needed > forward else ""
+        because, instead = _of_value_run(graph)
         raise BudgetError(
-            f"{budget} bytes are allowed; forward branches on values of tensors, and is run once without backward to "
-            f"find them, which takes {forward}{step}: give budget={needed}, a smaller batch for the first step, or "
-            "compute with torch.where or a mask instead",
+            f"{budget} bytes are allowed; {because}, which takes {forward}{step}: give budget={needed}, a smaller "
+            f"batch for the first step, or {instead}",
             budget, needed,
         )  # fmt: skip
+
+
+def _of_value_run(graph: StepGraph) -> tuple[str, str]:
+    """Return why forward runs once before the first step, and what would spare it."""
+    if graph.captured.opaque and all(guard.op == "opaque" for guard in graph.captured.guards):
+        paths = ", ".join(part.path for part in graph.captured.opaque)
+        return f"forward is run once without backward to measure {paths}, which run as they are", "opaque=False"
+    because = "forward branches on values of tensors, and is run once without backward to find them"
+    return because, "compute with torch.where or a mask instead"
 
 
 def _reasons(whole: Sequence[WholeWeight], smallest: int) -> str:

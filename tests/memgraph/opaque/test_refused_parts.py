@@ -132,3 +132,19 @@ def test_an_error_of_the_model_is_its_own() -> None:
 
     with pytest.raises(ValueError, match="too large"):
         memgraph.compile(Net(Checking()), ROOM)(batch(0))
+
+
+def test_a_run_above_the_budget_is_said_to_be_for_the_opaque_parts() -> None:
+    class Inference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.first(x)).exp().sum(1).mean()
+            return y
+
+    x = torch.randn(512, 16)
+    with pytest.raises(memgraph.BudgetError, match="to measure first, which run as they are") as caught:
+        memgraph.compile(Inference(), 300_000, opaque=["first"])(x)
+    memgraph.compile(Inference(), caught.value.smallest, opaque=["first"])(x).backward()
