@@ -53,8 +53,8 @@ def compile(
             optimizer.zero_grad()
         print(model.plan)
 
-    Gradients are bit-equal to eager's, except as `wire_dtype`, `microbatches`, `host_update` and `lower` say.  Each new
-    kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
+    Gradients are bit-equal to eager's, except as `wire_dtype`, `microbatches`, `slices`, `host_update` and `lower` say.
+    Each new kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
     "memgraph" says so at level INFO.
 
     `docs/options.md` says more about each option.
@@ -108,7 +108,8 @@ def compile(
             FSDP; or an argument has a wrong type.
         ValueError: `budget` or `pinned` can't be read or is more than exists; the model is on several devices; the
             optimizer is of another model; `opaque` names no submodule; the time limit is negative; `wire_dtype` is
-            another type; `strict` or `cuda_graphs` on a CPU.
+            another type; `strict` or `cuda_graphs` on a CPU; `slices` names no submodule, or fewer than 2 parts.  At a
+            call: a submodule of `slices` has no ops that can run in parts.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.

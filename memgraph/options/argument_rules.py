@@ -95,7 +95,7 @@ COMPILE_RULES: Mapping[str, Rule] = {
     ),
     "slices": Rule(
         (str, Mapping, NoneType),
-        'give "auto", a mapping of submodules\' paths to numbers of parts, as {"lm_head": 16}, or None',
+        'give "auto", a mapping of submodules\' paths to numbers of parts, 2 or more, as {"lm_head": 16}, or None',
         lambda asked: asked == "auto" if isinstance(asked, str) else all(map(_is_parts, asked.items())),
     ),
 }

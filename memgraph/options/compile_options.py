@@ -136,6 +136,7 @@ def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOpti
         "plans": _plans(saved),
         "pinned": pinned_nbytes(checked["pinned"]),
         "opaque": _opaque(checked.get("opaque", True)),
+        "slices": _slices(checked.get("slices")),
     }
     return CompileOptions(**{**checked, **converted})
 
@@ -161,6 +162,11 @@ def _refuse_mixed(checked: Mapping[str, Any], has_plans: bool) -> None:
             "host_update=True updates on the host after backward, and fuse_update=True updates in backward: give one "
             "of them"
         )
+
+
+def _slices(given: str | Mapping[str, int] | None) -> str | dict[str, int] | None:
+    """Return `slices=` with numbers of parts that are Python's."""
+    return {path: int(parts) for path, parts in given.items()} if isinstance(given, Mapping) else given
 
 
 def _opaque(given: Any) -> bool | tuple[str, ...]:

@@ -1,13 +1,14 @@
 """Cut a captured step into slices, as `slices=` asks for.
 
 slices="auto"            ->   chains at the peak of a step that does not fit run in parts, as far as that lowers it
-slices={"lm_head": 16}   ->   the chain around the largest value that this submodule makes, in 16 parts
+slices={"lm_head": 16}   ->   the chain around the largest value that this submodule makes, in 16 parts; one in each
+                              micro-batch
 a saved plan             ->   the slices that it has
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,6 +19,7 @@ from torch import fx
 from passes import Machine, Trace, predict
 from passes.ir.invariants import BrokenTrace, check
 from passes.ir.liveness import released
+from passes.ir.trace import Op
 from passes.slices.chain import Facts
 from passes.slices.choose import choose_slices, of_captured, slice_around
 from passes.slices.row_rule import RowFacts
@@ -99,23 +101,76 @@ def _sliced(graph: fx.Graph, request: SliceRequest, machine: Machine) -> tuple[f
             return _carried_out(graph, slices, request.unit), slices
     if request.saved:
         return graph, ()
-    facts, captured = _facts(graph), released(summarize(graph))
+    facts = _facts(graph)
     if not isinstance(request.asked, Mapping):
+        captured = released(summarize(graph))
         slices = choose_slices(captured, machine, facts, request.unit, request.extent == "twice").slices
         return _those_that_run(graph, slices, request.unit)
-    slices = ()
-    for path, parts in request.asked.items():
-        trace = released(summarize(graph))
-        known = of_captured(facts, captured, trace)
-        cut = _slice_of(trace, machine, known, path, parts, request.unit)
-        try:
-            graph, slices = _carried_out(graph, (cut,), request.unit), (*slices, cut)
-        except RuntimeError as error:
-            raise ValueError(
-                f"slices has {path!r}, but torch can't run its ops in {parts} parts: {error}; leave it out, or give"
-                " slices='auto'"
-            ) from error
-    return graph, slices
+    return _of_submodules(graph, request.asked, machine, facts, request.unit)
+
+
+def _of_submodules(
+    graph: fx.Graph, asked: Parts, machine: Machine, facts: Facts, unit: int
+) -> tuple[fx.Graph, tuple[Slice, ...]]:
+    """Return the graph in chains of these submodules, and these.
+
+    The largest values come first, and of those the earliest, in whatever order they are asked for: the chain around a
+    small value may take larger ones along, and leave nothing of them.
+    """
+    captured, made = released(summarize(graph)), dict[str, tuple[Slice, ...]]()
+    seeds = {path: _seeds(captured, facts, path) for path in asked}
+    order = {op.name: (-op.nbytes, i) for i, op in enumerate(captured.ops)}
+    for path in sorted(asked, key=lambda path: (*min((order[op.name] for op in seeds[path]), default=(0, 0)), path)):
+        for alike in _alike(seeds[path]):
+            cuts: tuple[Slice, ...] = ()
+            for seed in alike:
+                trace = released(summarize(graph))
+                known = of_captured(facts, captured, trace)
+                cut = slice_around(trace, machine, known, seed, asked[path], unit) if seed in trace.op else None
+                if cut is not None:
+                    graph, cuts = _asked_for(graph, cut, path, unit), (*cuts, cut)
+            if cuts:
+                made[path] = cuts
+                break
+        else:
+            raise ValueError(_no_ops_left(path, {op.name for op in seeds[path]}, made))
+    return graph, tuple(cut for cuts in made.values() for cut in cuts)
+
+
+def _seeds(trace: Trace, facts: Facts, path: str) -> list[Op]:
+    """Return the ops of a submodule that can run in parts, those of the largest values first."""
+    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path) and facts(op.name).rules]
+    return sorted(own, key=lambda op: -op.nbytes)
+
+
+def _alike(seeds: Sequence[Op]) -> Iterable[list[str]]:
+    """Return the names of ops in their order; those that one op of the module makes together, as in micro-batches."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for op in seeds:
+        groups.setdefault((op.fn, op.type, op.where, op.phase), []).append(op.name)
+    return groups.values()
+
+
+def _asked_for(graph: fx.Graph, cut: Slice, path: str, unit: int) -> fx.Graph:
+    """Return the graph in a slice of a submodule.
+
+    Raises:
+        ValueError: torch does not run it in parts.
+    """
+    try:
+        return _carried_out(graph, (cut,), unit)
+    except RuntimeError as error:
+        raise ValueError(
+            f"slices has {path!r}, but torch can't run its ops in {cut.parts} parts: {error}; leave it out, or give"
+            " slices='auto'"
+        ) from error
+
+
+def _no_ops_left(path: str, own: set[str], made: Mapping[str, Iterable[Slice]]) -> str:
+    """Return what is wrong with a submodule of these ops without a chain, where others have theirs."""
+    others = [other for other, cuts in made.items() if any(not own.isdisjoint(cut.rule) for cut in cuts)]
+    run = f": they run with those of {', '.join(map(repr, others))}" if others else ""
+    return f"slices has {path!r}, which has no ops left that can run in parts{run}; leave it out, or give slices='auto'"
 
 
 def _those_that_run(graph: fx.Graph, slices: Sequence[Slice], unit: int) -> tuple[fx.Graph, tuple[Slice, ...]]:
@@ -152,17 +207,6 @@ def _facts(graph: fx.Graph) -> Facts:
         return known[name]
 
     return facts
-
-
-def _slice_of(trace: Trace, machine: Machine, facts: Facts, path: str, parts: int, unit: int) -> Slice:
-    """Return the chain around the largest value of a submodule that is not in parts already."""
-    own = [op for op in trace.ops if not op.is_input and op.makes and _is_in(op.where, path) and facts(op.name).rules]
-    for op in sorted(own, key=lambda op: -op.nbytes):
-        if (found := slice_around(trace, machine, facts, op.name, parts, unit)) is not None:
-            return found
-    raise ValueError(
-        f"slices has {path!r}, which has no ops left that can run in parts; leave it out, or give slices='auto'"
-    )
 
 
 def _is_in(where: str, path: str) -> bool:

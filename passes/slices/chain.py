@@ -113,7 +113,7 @@ class _Growth:
         if len(tokens) > 1:
             return None
         rules = tuple((op.name, self.rules[op.name]) for op in self.trace.ops if op.name in self.rules)
-        return Slice(self.rows, max(tokens, default=0), parts, rules, self.large if self.reruns else 0)
+        return Slice(self.rows, max(tokens, default=0), min(parts, self.rows), rules, self.large if self.reruns else 0)
 
     def _neighbours(self, op: Op, rule: RowRule) -> Iterable[str]:
         """Yield the ops that make or read the same large values."""

@@ -128,9 +128,11 @@ def test_numbers_and_truth_values_may_be_of_numpy() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
     plain = {"budget": 10**9, "time_limit": 0.5, "microbatches": 2, "fuse_update": True, "cuda_graphs": False}
+    plain["slices"] = {"0": 4}
     other = {
         "budget": np.int64(10**9), "time_limit": np.float32(0.5), "microbatches": np.uint8(2),
         "fuse_update": np.True_, "cuda_graphs": np.False_, "strict": np.False_,
+        "slices": {"0": np.int64(4)},
     }  # fmt: skip
     planners = [memgraph.compile(model, optimizer=optimizer, **given)._planner for given in (plain, other)]
     assert repr(planners[0].options) == repr(planners[1].options)

@@ -229,3 +229,22 @@ def test_micro_batches_in_slices() -> None:
     theirs.backward()
     torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=0.0)
     assert_near(module, eager)
+
+
+def test_a_submodule_is_cut_in_each_micro_batch() -> None:
+    """Two parts of each, as "auto" makes under a budget: the same slices, and the same peak."""
+    module = headed().double()
+    eager, twin = copy.deepcopy(module), copy.deepcopy(module)
+    options: dict[str, Any] = {"microbatches": 2, "reduction": "mean", "offload": None}
+    asked = memgraph.compile(module, ROOM, slices={"head": 2}, **options)
+    chosen = memgraph.compile(twin, budget_of(eager), slices="auto", **options)
+    first, second = batch()
+    losses = [model(first, second.clamp(min=0)) for model in (eager, asked, chosen)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-14, atol=0.0)
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+    assert [cut.parts for cut in asked.plan.slices] == [2, 2]
+    assert asked.plan.slices == chosen.plan.slices and asked.plan.peak == chosen.plan.peak
+    assert_kept(asked)
