@@ -8,7 +8,6 @@ Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from typing import Any
 
@@ -28,9 +27,20 @@ from .planning import explain, plan, sweep
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of typer's own copy of it
 FITS, FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
+HELP = """Will a training step fit a number of bytes, what does it cost, and why is its peak there?
+
+\b
+    memgraph plan train.py:setup --budget 8GB --html plan.html
+    memgraph explain train.py:setup
+    memgraph fit llama --device h200 --budget 24GB --dtype bfloat16
+
+\b
+Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
+"""
+
 app = typer.Typer(
     name="memgraph",
-    help="Will a training step fit a number of bytes, what does it cost, and why is its peak there?",
+    help=HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,7 +54,7 @@ for each in (plan, fit, sweep, explain, show, diff, verify, doctor, demo):
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="memgraph", standalone_mode=False)
         if code == INTERRUPTED:  # typer has caught it
             raise KeyboardInterrupt
         return code if isinstance(code, int) else FITS
@@ -55,13 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
         return fail(str(error), DOES_NOT_FIT)
     except (KeyboardInterrupt, typer.Abort):
         return fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # as when the output is piped into `head`
-        sys.stderr.close()
-        return FAILED
+    except BrokenPipeError:
+        return _unread()
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich's console turns one into the other
+            return _unread()
         return fail(f"the code of the model ended the process, with exit code {error.code}", FAILED)
     except Exception as error:
         return fail(_told(error), FAILED)
+
+
+def _unread() -> int:
+    """Return the exit code where nobody reads the output, as when it is piped into `head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers is written at exit
+    return FAILED
 
 
 def _told(error: Exception) -> str:

@@ -85,6 +85,8 @@ def read_plan(file: Path) -> Report:
 
 
 def _read(file: Path, parse: Callable[[str], Parsed]) -> Parsed:
+    if file.is_dir():
+        raise typer.BadParameter(f"{str(file)!r} is a directory, and a plan is a file; {WRITTEN}")
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {str(file)!r}")
     try:

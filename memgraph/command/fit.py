@@ -80,8 +80,10 @@ def fit(
     A factory is called on the device "meta", with `batch` and `seq` if it has such parameters.
 
     \b
-    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage.
+    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
     """
+    if step is not None and most is None:
+        raise typer.BadParameter("--step is the step of --max: give --max batch or --max seq as well")
     profile = _profile(device)
     allowed = _budget(budget, profile)
     say(f"loading {target}")

@@ -73,7 +73,7 @@ def plan(
         memgraph plan train.py:setup --budget 8GB --json | jq .peak
 
     \b
-    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage.
+    Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
     """
     wanted, options = _number(budget), _options(time_limit, offload, slices="auto" if slices else None)
     with stdout_for_data():

@@ -97,6 +97,8 @@ def _config(name: str) -> PreTrainedConfig:
     except ImportError as error:
         raise ValueError(f"{name!r} is read with transformers: pip install transformers") from error
     path = Path(name)
+    if not path.exists() and _is_path(name):
+        raise ValueError(f"there is no file or folder {name!r} in {Path.cwd()}")
     try:
         if path.exists():
             return AutoConfig.from_pretrained(str(path))
@@ -105,11 +107,18 @@ def _config(name: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if path.exists():
+            raise ValueError(f"{name!r} holds no configuration of a model: {reason}") from error
         raise ValueError(
             f"there is no configuration {name!r}: it is no folder or file here, no type of model that transformers "
             f"knows (as llama or gpt2), and neither the local cache nor the network has it ({reason}). Download its "
             "config.json alone, and give that file"
         ) from error
+
+
+def _is_path(name: str) -> bool:
+    """Return True if a name can't be one of the hub's, which are NAME or OWNER/NAME."""
+    return name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
 def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:

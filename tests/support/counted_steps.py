@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def counted(
-    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool, calls: int
+    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool, calls: int = 1
 ) -> Iterator[Counted]:
     """Yield the calls of a model under a share of eager's activation peak, from the call to the end of backward.
 

@@ -201,6 +201,27 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
     assert main(["plan", f"{target}:pair", "--budget", "1MB"]) == 0
 
 
+def test_output_that_nobody_reads_ends_quietly(plans: tuple[Path, Path], tmp_path: Path) -> None:
+    page = str(tmp_path / "page.html")
+    command = [
+        sys.executable,
+        "-m",
+        "memgraph.command",
+        "show",
+        str(plans[0]),
+        "--html",
+        page,
+        "--beside",
+        str(plans[1]),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(300) == 1
+    assert "ended the process" not in said and "Traceback" not in said and "Exception ignored" not in said
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -220,6 +241,8 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
         (["plan", "{}:setup", "--budget", "1GB", "-o", "no/such/folder/plan.json"], "there is no folder"),
         (["plan", "{}:setup", "--budget", "1GB", "--html", "."], "is a folder"),
         (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
+        (["show", "."], "'.' is a directory, and a plan is a file"),
+        (["fit", "llama", "--device", "h200", "--step", "5"], "--step is the step of --max"),
         (["diff", "nowhere.json"], "Missing argument"),
     ],
 )
@@ -238,6 +261,8 @@ def test_wrong_usage_is_exit_code_2(
         (["plan", "{}:broken", "--budget", "1GB"], "no data today ("),
         (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
         (["show", "{}"], "factory_of_test.py: the saved plan is not JSON"),
+        (["fit", "nowhere.json", "--device", "h200"], "there is no file or folder 'nowhere.json'"),
+        (["fit", "{}", "--device", "h200"], "factory_of_test.py' holds no configuration of a model"),
         (["diff", "{}", "{}"], "factory_of_test.py: the saved plan is not JSON"),
         (["verify", "{}"], "factory_of_test.py: the saved plan is not JSON"),
     ],

@@ -127,7 +127,13 @@ def test_a_list_of_parameters_is_one_though_it_is_a_module() -> None:
 def test_numbers_and_truth_values_may_be_of_numpy() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
-    plain = {"budget": 10**9, "time_limit": 0.5, "microbatches": 2, "fuse_update": True, "cuda_graphs": False}
+    plain: dict[str, Any] = {
+        "budget": 10**9,
+        "time_limit": 0.5,
+        "microbatches": 2,
+        "fuse_update": True,
+        "cuda_graphs": False,
+    }
     plain["slices"] = {"0": 4}
     other = {
         "budget": np.int64(10**9), "time_limit": np.float32(0.5), "microbatches": np.uint8(2),
