@@ -21,11 +21,11 @@ def apply_profiled_layouts(
     graph: fx.Graph, mode: FakeTensorMode, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
 ) -> None:
     """Replace the fake values that differ from the op's real result, and those of its views."""
+    ops = [node for node in graph.nodes if node.op == "call_function"]
+    views = set(filter(is_view, ops))  # by now, as a replaced value has another storage than its views
     changed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if is_view(node):
+    for node in ops:
+        if node in views:
             if not changed.isdisjoint(node.all_input_nodes):
                 node.meta["val"] = fake_result(node, mode)
                 changed.add(node)
