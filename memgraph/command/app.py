@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _unread() -> int:
-    """Return the exit code where nobody reads the output, as when it is piped into `head`."""
+    """Return the exit code of a command whose output goes to a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers is written at exit
     return FAILED
 
