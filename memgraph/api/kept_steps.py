@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -163,9 +163,9 @@ class KeptSteps:
             return floats
         return self.sizes.capture_for((key[0], key[2]), self._known_captures())
 
-    def _answers_alike(self, call: Key) -> list[Answers]:
-        """Return the answers of calls that differ in lengths alone."""
-        return self.sizes.answers((call[0], call[2]), self._known_captures())
+    def _answers_alike(self, call: Key) -> Iterator[Answers]:
+        """Yield the answers of calls that differ in lengths alone; they are looked for once one is asked for."""
+        yield from self.sizes.answers((call[0], call[2]), self._known_captures())
 
     def _known_captures(self) -> list[tuple[Any, Captured]]:
         kept = [(key, step.parts.captured.unsliced) for key, step in self._kept_steps()]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor, fx, nn, optim
+from torch import fx, nn, optim
 
 from passes import Machine, Streaming, Trace
 from passes.slices.whole_weight import Reason
@@ -18,6 +18,7 @@ from passes.slices.whole_weight import Reason
 from ..graph.captured import Captured
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
+from ..optim.optimizer_clone import state_tensors
 from ..optim.placement import StatePlacement
 from ..optim.state_parts import TrainedParameters
 from ..oss import OSS
@@ -82,9 +83,8 @@ class OptimizerState:
         """Return the bytes of parameters, buffers, gradients and optimizer states that are on the device now."""
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        states = () if self.optimizer is None else self.optimizer.state.values()
-        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
-        return resident_bytes([*parameters, *self.module.buffers(), *gradients, *tensors])
+        states = state_tensors(self.optimizer) if self.optimizer is not None else ()
+        return resident_bytes([*parameters, *self.module.buffers(), *gradients, *states])
 
     def key(self) -> tuple[Hashable, ...]:
         """Return what a step depends on: another key needs another plan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import CaptureError
@@ -46,7 +47,7 @@ class ValueVariants:
         """
         rejected = list(map(assumed, tried))
         found = (*rejected[-1][: failure.guard], failure.actual)
-        for answers in (*self._known.get(_kind(call), ()), *alike):
+        for answers in chain(self._known.get(_kind(call), ()), alike):
             if answers not in rejected and _begins_with(answers, found):
                 return with_answers(call, answers)
         return with_answers(call, NEW)

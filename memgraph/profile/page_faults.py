@@ -58,7 +58,7 @@ def page_faults_us(
 
 
 def fresh_nbytes(trace: Trace, room: float = math.inf) -> dict[str, int]:
-    """Return the bytes of new pages by op name; values for which no `room` is left are taken to be in such.
+    """Return the bytes of new pages by op name; a value for which no `room` is left counts as new.
 
     Not counted are the largest blocks, which are new in eager too and part of the op's price, and reloads, whose pages
     the copying thread writes.
