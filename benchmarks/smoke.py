@@ -82,6 +82,11 @@ def described() -> tuple[str, str, str] | str:
     return device, torch, triton
 
 
+def with_root() -> str:
+    """Return PYTHONPATH with this folder first."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(cases: Sequence[str], about: tuple[str, str, str], seconds: float, into: Path) -> list[Line]:
     """Run the cases; print and write a line when each one ends."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%SZ")
@@ -99,7 +104,7 @@ def run(cases: Sequence[str], about: tuple[str, str, str], seconds: float, into:
 def _line(case: str, about: tuple[str, str, str], until: float) -> Line:
     """Run a case in its own process, until its time is over."""
     begin = time.monotonic()
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": with_root()}
     with subprocess.Popen(
         [*COMMAND, case, about[0]], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,

@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.smoke import described
+from benchmarks.smoke import described, with_root
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -163,7 +163,7 @@ def _ran(unit: Unit, seconds: float) -> Result:
     begin = time.monotonic()
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"), "TRITON_CACHE_DIR": str(CACHE / "triton"), **os.environ,
-        "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": with_root(), "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     said = CACHE / "logs" / f"{re.sub('[^a-z0-9]+', '-', unit.name.lower())}.txt"
     said.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ CORE = (
     "tests/memgraph/system/test_device.py",
     "tests/memgraph/capture/test_capture.py",
     "tests/memgraph/capture/test_capture_errors.py",
+    "tests/memgraph/capture/test_value_guards.py",
     "tests/memgraph/capture/python_state/test_side_effects.py",
     "tests/memgraph/capture/test_reinplace.py",
     "tests/memgraph/capture/python_state/test_refuse_reseeding.py",

@@ -1,6 +1,6 @@
 """Stock architectures of six libraries, each in a process of its own, beside eager at shares of its activations.
 
-    python -m benchmarks.zoo [--only NAME] [--library timm] [--jobs 2] [--quick]
+    python -m benchmarks.zoo [--only NAME] [--library timm] [--jobs 2] [--quick] [--device cuda]
 
     ok       mixtral                60 %  guards     4.1 s   2.71 MB counted of 2.72 forecast
     refused  reformer               60 %  CaptureError: ...
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--share", action="append", type=float, help=f"of eager's activations; by default {SHARES}")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} at one budget; nothing is written")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=900.0, help="for each architecture")
     parser.add_argument("--into", type=Path, default=FOLDER, help="folder of zoo.json and zoo.md")
     given = parser.parse_args()
@@ -55,7 +57,7 @@ def main() -> int:
     shares = given.share or ((0.6,) if given.quick else SHARES)
     done = set() if given.only else record.done
     wanted = {name: [share for share in shares if (name, share) not in done] for name in names}
-    found = run(wanted, given.jobs, given.seconds, record)
+    found = run(wanted, given.device, given.jobs, given.seconds, record)
     print(*summary(found if given.quick else record.rows), sep="\n")
     return int(any(row.verdict in ("wrong", "over") for row in found))
 
@@ -94,13 +96,18 @@ class Record:
         self.path.with_suffix(".md").write_text(markdown(self.rows, about))
 
 
-def run(wanted: Mapping[str, Sequence[float]], jobs: int, seconds: float, record: Record) -> list[Row]:
+def run(wanted: Mapping[str, Sequence[float]], device: str, jobs: int, seconds: float, record: Record) -> list[Row]:
     """Run architectures at their shares, print and record the rows of each as it ends."""
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        environment = preloaded(Path(folder)) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        meter = preloaded(Path(folder)) if device == "cpu" else dict(os.environ)
+        environment = meter | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         for ended in as_completed(
-            [pool.submit(_child, name, shares, seconds, environment) for name, shares in wanted.items() if shares]
+            [
+                pool.submit(_child, device, name, shares, seconds, environment)
+                for name, shares in wanted.items()
+                if shares
+            ]
         ):
             rows = ended.result()
             record.add(rows)
@@ -109,9 +116,9 @@ def run(wanted: Mapping[str, Sequence[float]], jobs: int, seconds: float, record
     return found
 
 
-def _child(name: str, shares: Sequence[float], seconds: float, environment: dict[str, str]) -> list[Row]:
+def _child(device: str, name: str, shares: Sequence[float], seconds: float, environment: dict[str, str]) -> list[Row]:
     """Return the rows that a process has found until its time was over, and one for each share that it has not."""
-    command = [sys.executable, "-m", "benchmarks.zoo.child", name, *map(str, shares)]
+    command = [sys.executable, "-m", "benchmarks.zoo.child", device, name, *map(str, shares)]
     with (
         tempfile.TemporaryDirectory() as cache,
         tempfile.TemporaryFile("w+") as out,

@@ -1,6 +1,6 @@
 """Train one architecture: eager, then compiled under each share of eager's activations; a line of JSON for each.
 
-    python -m benchmarks.zoo.child gpt2 1.2 0.6 0.4      # LD_PRELOAD holds the second meter's library
+    python -m benchmarks.zoo.child cpu gpt2 1.2 0.6 0.4      # LD_PRELOAD holds the second meter's library
 
 Each training has the same seeds and three steps of SGD.  Where no plan fits, the budget that the error names is given.
 Blocks are counted by the second meter, from the end of planning to the end of backward.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import memgraph
+from tests.support.cuda_meter import BLOCK
 
 from .architectures import ARCHITECTURES, Architecture
 from .facts import seed, tensors_in
@@ -34,19 +35,22 @@ ROOT = Path(__file__).parents[2]
 TRIES = 4  # budgets: the one that is asked for, and those that errors name
 
 
-def main(name: str, *shares: str) -> None:
+def main(device: str, name: str, *shares: str) -> None:
     """Print a row for each share."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     import_torchvision()
-    for row in rows(ARCHITECTURES[name], tuple(map(float, shares)), Meter()):
+    if device == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.cuda.init()
+    for row in rows(ARCHITECTURES[name], tuple(map(float, shares)), Meter(torch.device(device))):
         print(json.dumps(asdict(row)), flush=True)
 
 
 def rows(architecture: Architecture, shares: tuple[float, ...], meter: Meter) -> Iterator[Row]:
     """Yield what comes of each share."""
-    expected = train(_fresh(architecture)[0], None, meter).facts  # and fills the caches of libraries
-    training, held = _fresh(architecture)
+    expected = train(_fresh(architecture, meter.device)[0], None, meter).facts  # and fills the caches of libraries
+    training, held = _fresh(architecture, meter.device)
     elsewhere = meter.allocator.now - held
     eager = train(training, None, meter, expected)
     del training
@@ -62,22 +66,26 @@ def rows(architecture: Architecture, shares: tuple[float, ...], meter: Meter) ->
 def _compiled(architecture: Architecture, row: Row, expected: list[Any], meter: Meter) -> Row:
     """Train under the budget of a row, or the one that an error names, and return the row with what came of it."""
     for _ in range(TRIES):
-        gc.collect()
-        training, held = _fresh(architecture)
-        elsewhere = meter.allocator.now - held
-        meter.planning = elsewhere
-        compiled = memgraph.compile(training.model, row.budget)
+        gc.collect()  # bytes of an earlier try would count as those of something else
         try:
-            ours = train(training, compiled, meter, expected)
+            return _tried(architecture, row, expected, meter)
         except memgraph.BudgetError as error:
             row = replace(row, needs=error.smallest, budget=error.smallest)
-            continue
         except memgraph.CaptureError as error:
             return replace(row, state="refused", reason=_line(error))
         except Exception as error:
             return replace(row, reason=f"{_line(error)} ({_place(error)})")
-        return _found(replace(row, planning=meter.planning - elsewhere), compiled, ours, elsewhere)
     return replace(row, reason="no budget that an error has named was enough")
+
+
+def _tried(architecture: Architecture, row: Row, expected: list[Any], meter: Meter) -> Row:
+    """Train under the budget of a row."""
+    training, held = _fresh(architecture, meter.device)
+    elsewhere = meter.allocator.now - held
+    meter.planning = elsewhere
+    compiled = memgraph.compile(training.model, row.budget)
+    ours = train(training, compiled, meter, expected)
+    return _found(replace(row, planning=meter.planning - elsewhere), compiled, ours, elsewhere)
 
 
 def _found(row: Row, compiled: memgraph.CompiledModule, ours: Steps, elsewhere: int) -> Row:
@@ -96,14 +104,15 @@ def _found(row: Row, compiled: memgraph.CompiledModule, ours: Steps, elsewhere: 
     )  # fmt: skip
 
 
-def _fresh(architecture: Architecture) -> tuple[Training, int]:
+def _fresh(architecture: Architecture, device: torch.device) -> tuple[Training, int]:
     """Return the training that these seeds give, and the bytes of its parameters, buffers and batch."""
     seed(0)
-    training = architecture.make()
+    training = architecture.make().to(device)
     owned = [*training.model.parameters(), *training.model.buffers()]
     batch = [tensor for _, tensor in tensors_in((training.args, dict(training.kwargs)), "batch")]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*owned, *batch]}
-    return training, sum(storages.values())
+    block = BLOCK if device.type == "cuda" else 1
+    return training, sum(-(-nbytes // block) * block for nbytes in storages.values())
 
 
 def _line(error: BaseException) -> str:

@@ -39,6 +39,8 @@ def step_facts(model: nn.Module, outputs: Any, loss: Tensor) -> dict[str, Tensor
     found |= {f"grad {name}": owned.grad for name, owned in model.named_parameters() if owned.grad is not None}
     found |= {f"buffer {name}": owned for name, owned in model.named_buffers()}
     found["generator"] = torch.get_rng_state()
+    if loss.is_cuda:
+        found["generator of the device"] = torch.cuda.get_rng_state()
     return {name: fact.detach().clone() for name, fact in found.items()}
 
 

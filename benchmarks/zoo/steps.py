@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import memgraph
 from tests.support.allocator_meter import Allocator
+from tests.support.cuda_meter import CudaAllocator
 
 from .facts import different, seed, step_facts
 from .training import Training
@@ -39,9 +40,10 @@ class Steps:
 class Meter(logging.Handler):
     """The second meter; what planning takes is no part of a step, and is kept beside."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.allocator = Allocator()
+        self.device = device
+        self.allocator = CudaAllocator() if device.type == "cuda" else Allocator()
         self.planning = 0
         logger = logging.getLogger("memgraph")
         logger.setLevel(logging.INFO)

@@ -7,11 +7,12 @@ training.loss(training.model(*training.args, **training.kwargs)).backward()
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "torch_geometric", "torch")
 
@@ -29,6 +30,11 @@ class Training:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] = loss_of
+
+    def to(self, device: torch.device) -> Training:
+        """Return the training with its model, which is moved, and its batch on a device."""
+        args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (self.args, dict(self.kwargs)))
+        return replace(self, model=self.model.to(device), args=args, kwargs=kwargs)
 
 
 Maker = Callable[[], Training]

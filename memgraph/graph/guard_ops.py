@@ -176,7 +176,7 @@ def _agree(x: Tensor, *, guard: int) -> None:
 
 
 def _run_sized(
-    op: OpOverload, *args: Any, sizes: list[int], strides: list[int], dtypes: list[torch.dtype], guard: int,
+    op: OpOverload, *args: Any, sizes: list[int], strides: list[int], dtypes: list[str], guard: int,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     results = op(*args, **kwargs)
@@ -188,7 +188,9 @@ def _run_sized(
 def _fake_sized(op: OpOverload, *args: Any, sizes: list[int], **kwargs: Any) -> Any:
     device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     layouts = zip(_shapes(sizes), _shapes(kwargs["strides"]), kwargs["dtypes"], strict=True)
-    results = tuple(torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in layouts)
+    results = tuple(
+        torch.empty_strided(size, stride, dtype=getattr(torch, dtype), device=device) for size, stride, dtype in layouts
+    )
     return results if len(op._schema.returns) > 1 else results[0]
 
 
@@ -200,7 +202,7 @@ def _sized_schema(op: OpOverload) -> str:
     """Return the schema of an op with the sizes, strides and types of its results as further arguments."""
     arguments, results = str(op._schema).partition("(")[2].split(") -> ", 1)
     star = "" if "*, " in arguments else "*, "
-    extra = f"{star}int[] sizes, int[] strides, ScalarType[] dtypes, int guard"
+    extra = f"{star}int[] sizes, int[] strides, str[] dtypes, int guard"
     name = op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
     return f"{name}({arguments}, {extra}) -> {results}"
 

@@ -143,7 +143,8 @@ class ReplayValues(ValueMode):
         return self._number - 1
 
     def _sized(self, func: OpOverload, args: Any, kwargs: Any, answer: Answer, guard: int) -> Any:
-        described = {"sizes": list(answer.values), "strides": list(answer.strides), "dtypes": list(answer.dtypes)}
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in answer.dtypes]  # torch 2.11 passes dtypes as numbers
+        described = {"sizes": list(answer.values), "strides": list(answer.strides), "dtypes": dtypes}
         return SIZED[func](*args, **kwargs, **described, guard=guard)
 
 
