@@ -41,7 +41,7 @@ def step_facts(model: nn.Module, outputs: Any, loss: Tensor) -> dict[str, Tensor
     found["generator"] = torch.get_rng_state()
     if loss.is_cuda:
         found["generator of the device"] = torch.cuda.get_rng_state()
-    return {name: fact.detach().clone() for name, fact in found.items()}
+    return {name: fact.detach().clone().cpu() for name, fact in found.items()}  # where nothing is counted
 
 
 def tensors_in(value: Any, path: str, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:

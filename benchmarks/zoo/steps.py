@@ -45,6 +45,7 @@ class Meter(logging.Handler):
         self.device = device
         self.allocator = CudaAllocator() if device.type == "cuda" else Allocator()
         self.planning = 0
+        self.libraries = 0  # bytes that libraries keep on a device, once eager has run
         logger = logging.getLogger("memgraph")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)

@@ -19,6 +19,7 @@ from ..graph.provenance import PATH
 from ..guards.refused_collectives import RefusedCollectiveError
 from ..system.frames import module_running
 from .recorder import Around, NotOpaqueError, Recorder
+from .refused_dropout import RefusedDropoutError
 
 
 class OpaqueParts:
@@ -47,7 +48,7 @@ class OpaqueParts:
 
         A submodule that can't be opaque is replaced by the one around it.
         """
-        if self.wanted is False or isinstance(error, RefusedCollectiveError):
+        if self.wanted is False or isinstance(error, RefusedCollectiveError | RefusedDropoutError):
             raise error
         if isinstance(error, NotOpaqueError) and error.module in self._alike:
             self._forget(error.module)

@@ -36,6 +36,7 @@ from .live_bytes import SavedTensors
 from .module_calls import taken_calls
 from .observed_ops import ObservedOps, WriteError
 from .part import HEADROOM, Backward, OpaquePart, has_varied, nbytes_of, tangents_key
+from .refused_dropout import RefusedDropoutError, refuse_hidden_dropout
 from .run import Ran, run
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -120,7 +121,7 @@ class Recorder:
         path, reason = self.reasons[module]
         try:
             return self._recorded(module, path, reason, args, kwargs)
-        except RefusedCollectiveError:
+        except (RefusedCollectiveError, RefusedDropoutError):
             raise
         except (CaptureError, GuardFailed) as error:
             raise NotOpaqueError(path, module, error) from error
@@ -129,6 +130,7 @@ class Recorder:
         self, module: nn.Module, path: str, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
+        refuse_hidden_dropout(path, module, tensors[0].device)
         scopes = OuterScopes.of(module.modules())
         before, attached = PythonState.of(module, tensors, scopes), _attached(module)
         modes = Modes.now(tensors[0].device)

@@ -45,6 +45,19 @@ def _repeats(given: Arguments) -> None:
         given["repeats"].zero_()[:1] = given["output_size"]
 
 
+def _holds(given: Arguments) -> None:
+    """A GPU stops the process at an assertion that fails."""
+    given["self"].fill_(1)
+
+
+def _source_is_enough(given: Arguments) -> None:
+    """Let no more places of a mask be true than the source has numbers: a GPU stops the process there too."""
+    x, mask, source = given["self"], given["mask"], given["source"]
+    if bool(mask.any()):
+        count = source.numel() * mask.numel() // max(x.numel(), 1)
+        mask.copy_((torch.arange(mask.numel()) < count).view(mask.shape))
+
+
 def _positive_definite(given: Arguments) -> None:
     matrix: Tensor = given["self"]
     matrix.copy_(torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
@@ -57,4 +70,8 @@ FILLERS: Mapping[str, Callable[[Arguments], None]] = {
     "aten._segment_reduce_backward.default": _segments,
     "aten.repeat_interleave.Tensor": _repeats,
     "aten.cholesky.default": _positive_definite,
+    "aten._assert_async.default": _holds,
+    "aten._assert_async.msg": _holds,
+    "aten.masked_scatter.default": _source_is_enough,
+    "aten.masked_scatter_.default": _source_is_enough,
 }

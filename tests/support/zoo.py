@@ -319,7 +319,7 @@ def pictures() -> Batch:
 def cross_entropy(logits: Tensor) -> Tensor:
     """Return the cross entropy with generated labels: the classes in turn."""
     logits = logits.flatten(0, -2)
-    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[-1])
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device) % logits.shape[-1])
 
 
 CASES = (

@@ -52,7 +52,7 @@ class Packed(nn.Module):
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         rows: PackedSequence = pack_padded_sequence(
-            self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False
+            self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
         )
         outputs, _ = pad_packed_sequence(self.body(rows)[0], batch_first=True)
         return self.head(outputs.mean(1))

@@ -31,6 +31,7 @@ from ...system.python_random import restoring_python_random
 from ..call.call import Call
 from ..python_state.draw_in_graph import drawing_for_real
 from ..python_state.refuse_reseeding import refuse_reseeding
+from ..scripted_functions import unscripted
 from ..user_checkpoint import without_checkpoint
 from .host_lengths import readable_lengths
 from .questions import Answer, ValueMode, question
@@ -64,6 +65,7 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
         AttributeSnapshot(call.module, call.tensors, scopes).restored(),
         _RestoreWritten(call.tensors).restored(),
         without_checkpoint(),
+        unscripted(),
         readable_lengths(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),

@@ -55,7 +55,7 @@ def _workspaces(monkeypatch: pytest.MonkeyPatch) -> Workspaces:
     monkeypatch.setattr(library_workspaces, "_multiply", found.multiply)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "stream", found.on)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "another")
+    monkeypatch.setattr(library_workspaces, "_usual_nbytes", lambda device: 500)
     return found
 
 
@@ -72,10 +72,28 @@ def test_they_are_measured_once_and_each_thread_has_its_own(workspaces: Workspac
     assert workspaces.threads == ["MainThread", "another"]
 
 
-def test_those_that_are_there_already_stay_and_are_measured_on_another_stream(workspaces: Workspaces) -> None:
+def test_those_that_are_there_already_are_counted_and_stay(workspaces: Workspaces) -> None:
     workspaces.streams.add("default")
-    assert libraries_nbytes(GPU) == 2000
-    assert workspaces.streams == {"default", "another"} and workspaces.stream == "default"
+    assert libraries_nbytes(GPU) == 1000
+    assert workspaces.streams == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("major", "blas", "light", "expected"),
+    [
+        (9, "", "", (32 << 20) + (1 << 20)),
+        (8, "", "", 8519680 + (1 << 20)),
+        (9, ":4096:2:16:8", "", 8519680 + (1 << 20)),
+        (9, "", "8192", 40 << 20),
+    ],
+)
+def test_the_usual_size_is_torchs(
+    major: int, blas: str, light: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", blas), ("CUBLASLT_WORKSPACE_SIZE", light)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert library_workspaces._usual_nbytes(GPU) == expected
 
 
 @pytest.mark.usefixtures("workspaces")
