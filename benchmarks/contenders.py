@@ -102,20 +102,14 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], flo
         for beside, budget in budgets(found, stack_nbytes(shape)):
             if beside not in done:
                 done.add(beside)
-                yield from _beside(beside, budget, name, shape, laps, count, left)
-
-
-def _beside(
-    beside: str, budget: int, name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], float]
-) -> Iterator[Row]:
-    """Return the row of memgraph at the peak of a way."""
-    # Memgraph compiles ops only if the way that it is compared with does.
-    lower = None if beside in PLAIN else "auto"
-    plain = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
-    yield tried(partial(_ours, plain, shape, laps, count, lower=lower), plain, left)
-    if beside == GRAPHED and laps.device.type == "cuda":
-        graphed = replace(plain, name="memgraph, CUDA graphs")
-        yield tried(partial(_ours, graphed, shape, laps, count, lower=lower, cuda_graphs=True), graphed, left)
+                # Memgraph compiles ops only if the way that it is compared with does.
+                lower = None if beside in PLAIN else "auto"
+                ours = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
+                yield tried(partial(_ours, ours, shape, laps, count, lower=lower), ours, left)
+    budget = dict(budgets(found, stack_nbytes(shape))).get(GRAPHED, 0)
+    if budget and laps.device.type == "cuda":  # the last, for the workspace of its stream stays
+        graphed = Row(name, "memgraph, CUDA graphs", beside=GRAPHED, budget=budget)
+        yield tried(partial(_ours, graphed, shape, laps, count, lower="auto", cuda_graphs=True), graphed, left)
 
 
 def tried(run: Callable[[], Row], row: Row, left: Callable[[], float]) -> Row:

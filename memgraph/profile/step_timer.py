@@ -41,8 +41,8 @@ class StepTimes:
         return copy_rates(*self.copies)
 
     def without(self, waited: Mapping[str, float]) -> StepTimes:
-        """Subtract the microseconds that ops waited for the tier."""
-        return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
+        """Subtract the microseconds that ops waited for the tier; on a GPU, the host's waits overlap the op."""
+        return replace(self, ops={name: max(0.0, us - waited.get(name, 0.0)) for name, us in self.ops.items()})
 
     def beside(self, copies: CopyLog) -> StepTimes:
         """Add other copies of the step, such as those of its update."""
