@@ -27,6 +27,13 @@ def unscripted() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def scripted() -> Iterator[None]:
+    """Call scripted functions as in eager in a block inside of `unscripted`."""
+    with mock.patch.object(ScriptFunction, "__call__", SCRIPTED):
+        yield
+
+
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     plain = getattr(function, "_torchdynamo_inline", None)
     return SCRIPTED(function, *args, **kwargs) if plain is None else plain(*args, **kwargs)

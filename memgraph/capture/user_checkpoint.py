@@ -25,6 +25,8 @@ from torch.nn.modules import activation
 from ..errors import CaptureError
 from .python_state.refuse_reseeding import allow_reseeding
 from .python_state.refused_draws import allow_python_random
+from .scripted_functions import scripted
+from .values.host_lengths import lengths_as_in_eager
 from .values.tensor_reads import reading_as_in_eager
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
@@ -63,7 +65,10 @@ def eager_checkpoint() -> Iterator[None]:
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
-    with allow_reseeding(), allow_python_random(), eager_checkpoint(), reading_as_in_eager():
+    with (
+        allow_reseeding(), allow_python_random(), eager_checkpoint(), reading_as_in_eager(), lengths_as_in_eager(),
+        scripted(),
+    ):  # fmt: skip
         yield
 
 

@@ -27,6 +27,12 @@ from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PACKED_WEIGHTS = "cuDNN runs a recurrent layer on packed weights"
+_OWNERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, ("_pack_padded_sequence", "_pad_packed_sequence", "ctc_loss", "tensor_split")),
+    (torch._VF, ("_pack_padded_sequence", "_pad_packed_sequence", *RECURRENT)),
+    (Tensor, ("tensor_split",)),
+)
+PLAIN = tuple((owner, name, getattr(owner, name)) for owner, names in _OWNERS for name in names)
 
 
 @contextmanager
@@ -46,6 +52,15 @@ def readable_lengths() -> Iterator[None]:
         for owner, name, function in replaced:
             here = _in_thread(thread, function, getattr(owner, name))
             stack.enter_context(mock.patch.object(owner, name, here))
+        yield
+
+
+@contextmanager
+def lengths_as_in_eager() -> Iterator[None]:
+    """Let torch's own functions read the host's memory in a block inside of `readable_lengths`."""
+    with ExitStack() as stack:
+        for owner, name, function in PLAIN:
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 

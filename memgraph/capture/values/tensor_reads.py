@@ -69,6 +69,7 @@ def reading_as_in_eager() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "item", ITEM),
         mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
         mock.patch.object(torch.Tensor, "tolist", TOLIST),
+        mock.patch.object(nn.functional, "one_hot", ONE_HOT),
     ):
         yield
 

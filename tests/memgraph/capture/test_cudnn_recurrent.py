@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ import memgraph
 from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.capture.values import host_lengths
 from memgraph.errors import CaptureError
+from memgraph.opaque import recorder
+from memgraph.opaque.refused_dropout import RefusedDropoutError, refuse_hidden_dropout
 
 WIDTH = 16
 
@@ -50,6 +54,32 @@ def test_such_a_layer_runs_as_it_is_beside_ops_that_are_planned(monkeypatch: pyt
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert isinstance(called, memgraph.CompiledModule) and "body" in str(called.plan)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "layers", "training", "enabled", "refused"),
+    [
+        (0.2, 2, True, True, True), (0.0, 2, True, True, False), (0.2, 1, True, True, False),
+        (0.2, 2, False, True, False), (0.2, 2, True, False, False),
+    ],
+)  # fmt: skip
+def test_a_dropout_that_cudnn_draws_from_a_hidden_state_is_refused(
+    dropout: float, layers: int, training: bool, enabled: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
+    part = nn.Sequential(nn.LSTM(WIDTH, WIDTH, num_layers=layers, dropout=dropout)).train(training)
+    with pytest.raises(RefusedDropoutError, match=r"body\.0 \(LSTM\)") if refused else nullcontext():
+        refuse_hidden_dropout("body", part, torch.device("cuda", 0))
+    refuse_hidden_dropout("body", part, torch.device("cpu"))
+
+
+def test_no_part_around_such_a_layer_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_lengths, "_is_cudnns", lambda x: True)
+    monkeypatch.setattr(
+        recorder, "refuse_hidden_dropout", lambda path, part, _: refuse_hidden_dropout(path, part, torch.device("cuda"))
+    )
+    with pytest.raises(RefusedDropoutError, match=r"body \(LSTM\) has dropout=0\.2 .*nn\.Dropout"):
+        memgraph.compile(nn.Sequential(Tagger(), nn.Identity()), "1GB")(torch.randn(2, 8, WIDTH))
 
 
 def test_without_opaque_parts_the_error_names_the_layer_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

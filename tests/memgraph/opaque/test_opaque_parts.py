@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memgraph
 from memgraph.capture import trace_call
@@ -384,3 +385,38 @@ def test_a_layer_of_the_same_class_that_cannot_be_opaque_is_traced() -> None:
 def test_without_opaque_parts_the_model_is_refused_with_its_line() -> None:
     with pytest.raises(memgraph.CaptureError, match="numpy"):
         memgraph.compile(Net(Asking()), ROOM, opaque=False)(batch(0))
+
+
+class Packing(nn.Module):
+    """A recurrent net over rows of several lengths, and functions of torch that ask for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        rows = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = pad_packed_sequence(self.rnn(rows)[0], batch_first=True)
+        return y * F.one_hot(lengths).sum() + torch.cat(torch.tensor_split(y, lengths[-1:], dim=1), 1)
+
+
+class AroundPacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Packing()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.head(self.body(x, lengths)).square().mean()
+
+
+def test_a_part_is_recorded_with_the_functions_that_eager_calls() -> None:
+    x, lengths, found = torch.randn(3, 5, 8), torch.tensor([5, 2, 4]), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = AroundPacking()
+        called = memgraph.compile(model, "1GB", opaque=["body"]) if compiled else model
+        for _ in range(2):
+            called(x, lengths).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))

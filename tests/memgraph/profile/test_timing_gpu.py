@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from memgraph.profile.step_timer import Clock
+from memgraph.profile.step_timer import Clock, StepTimes
 from memgraph.storage import pinned_tier
 from memgraph.storage.pinned_pool import PINNED_POOL
 from memgraph.storage.pinned_tier import pinned_speed
@@ -98,3 +98,8 @@ def test_copies_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) 
     out, back = pinned_speed.__wrapped__(GPU, 800, 16)
     assert (out, back) == pytest.approx((800 / (8.0 + LAUNCH / 16),) * 2)
     assert len(copies) == 2 * 5 * 16 and closed == [4096]
+
+
+def test_a_wait_that_overlaps_an_op_does_not_make_its_time_negative() -> None:
+    times = StepTimes({"update": 50.0, "mm": 10.0}, 60.0).without({"update": 80.0, "mm": 4.0})
+    assert times.ops == {"update": 0.0, "mm": 6.0}
