@@ -45,7 +45,7 @@ USUAL = Load()
 
 
 def rows(device: torch.device, load: Load = USUAL) -> list[Figure]:
-    """Measure both directions; empty on a CPU, which has no streams. Not yet run on a GPU."""
+    """Measure both directions; empty on a CPU, which has no streams."""
     if device.type != "cuda":
         return []
     block = PinnedBlock(load.nbytes, device, CudaPinnedAllocator())

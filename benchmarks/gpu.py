@@ -6,8 +6,7 @@ Kernels, copies and an update of states in pinned memory come first, then blocks
 eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
 the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB and by a plain
 rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written after each row,
-and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough for a CPU. Not
-yet run on a GPU.
+and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough for a CPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     forward    reload a part's weights, run it, and free them; keep its input
     backward   reload them, run the part again, differentiate it, reload its states, update it, and offload all
 
-All runs on one stream, so copies do not overlap with compute.  Not yet run on a GPU.
+All runs on one stream, so copies do not overlap with compute.
 """
 
 from __future__ import annotations

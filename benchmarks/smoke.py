@@ -6,7 +6,7 @@
     FAILED  norms        9.0 s  A100, torch 2.11.0, triton 3.6.0: ended by SIGSEGV
 
 A fault of the device ends only one case, and each case has a time limit. Each line is also written to a file of JSON
-lines at once. `make gpu` begins with this. The cases are in `smoke_cases.py`; none has been run on a GPU yet.
+lines at once. `make gpu` begins with this. The cases are in `smoke_cases.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ COUNT, ELEMENTS = 16, 4 << 20  # 268 MB of parameters
 
 
 def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> list[Figure]:
-    """Measure each way; empty on a CPU, which is the host. Not yet run on a GPU."""
+    """Measure each way; empty on a CPU, which is the host."""
     if device.type != "cuda":
         return []
     host = PinnedBufferAllocator(device)

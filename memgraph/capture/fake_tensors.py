@@ -22,6 +22,7 @@ from ..graph.captured import Input
 from ..opaque.eager_state import saved_tensor_hooks
 from ..system.device import CPU
 from ..system.garbage import paused_collector
+from .scripted_functions import unscripted
 from .sizes.size_inputs import SizeInputs
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
@@ -39,6 +40,7 @@ def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())
+        stack.enter_context(unscripted())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         # The caller's, such as those of a checkpoint around the call, are for real tensors.

@@ -32,7 +32,6 @@ from .python_state.refuse_reseeding import refuse_reseeding
 from .python_state.refused_draws import refuse_python_random
 from .saved.capture_files import call_kind, find_capture, keep_capture
 from .saved.op_log import OpLog
-from .scripted_functions import unscripted
 from .sizes.size_inputs import SizeInputs, name_sizes
 from .values.value_run import ValueRun
 
@@ -75,7 +74,6 @@ def trace_call(
     with (
         fake_mode_context(mode),
         refuse_python_random(module),
-        unscripted(),
         torch.set_grad_enabled(grad),
         explain_error(module, mode),
     ):

@@ -4,7 +4,7 @@
     cast_copy(bf16[8, 4], f32)   ->  f32[8, 4], exactly
 
 Numbers are rounded in integers, so the bits equal those of `storage/wire_cast.py` on every machine. Unlike it, the
-kernel never waits for the device to report whether a range overflows. Not yet run on a GPU.
+kernel never waits for the device to report whether a range overflows.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def is_exact(parameter: Tensor, on_host: bool = False) -> bool:
     """Return True if results do not depend on where an update of the parameter is split.
 
     A GPU's kernels compute each element in the same way. A CPU's take whole vectors of elements and the rest one by
-    one, which rounds differently in low precision. Not yet run on a GPU.
+    one, which rounds differently in low precision.
     """
     return parameter.dtype in EXACT_DTYPES or (parameter.device.type == "cuda" and not on_host)
 

@@ -1,4 +1,4 @@
-"""Update on the host behind a GPU, on pinned memory. Not yet run on a GPU.
+"""Update on the host behind a GPU, on pinned memory.
 
     w, dw, s in pinned memory        ->   AdamW.step on host tensors at the same addresses
     w and dw on the device, s not    ->   both are copied to a pinned window; AdamW.step; w is copied back

@@ -3,7 +3,7 @@
     ops: y = mm(x, w)   ->   libraries = buffer()  # makes libraries:69206016 | at cuBLAS;  y = mm(x, w)
 
 A thread's first matrix product allocates them, in the caller's thread and in autograd's. This happens before anything
-is measured. Otherwise they would count as the workspace of the first op. Not yet run on a GPU.
+is measured. Otherwise they would count as the workspace of the first op.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Reads the caching allocator's counters, for all threads. Not yet run on a GPU.
+    """Reads the caching allocator's counters, for all threads.
 
     Requested bytes are counted, because the size of a block depends on which blocks were free.
     """

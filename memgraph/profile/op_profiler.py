@@ -36,7 +36,7 @@ from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, Price
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
-from ..system.device import keeping_freed_memory, release_cached, returns_freed_memory
+from ..system.device import block_nbytes, keeping_freed_memory, release_cached, returns_freed_memory
 from ..system.measurement_cache import read_all_cached, read_cached, write_all_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
@@ -339,7 +339,8 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         with keeping_freed_memory() if timer else nullcontext():
             us = round(first_us, 1) if is_long else timer(run) if timer else round(timed_us(run, device)[1], 1)
             del run, args, kwargs  # here, so that their memory is returned too
-        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), layouts, is_timed=is_long or timer is not None)
+        workspace = block_nbytes(max(0, allocated.peak - nbytes), device)
+        return OpCost(Cost(us, workspace), layouts, is_timed=is_long or timer is not None)
 
 
 def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

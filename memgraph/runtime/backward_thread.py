@@ -3,7 +3,7 @@
     run_in_backward(lambda: recorder.record(half), cuda)     ->   recorded where backward will run, and has run before
 
 cuBLAS and cuDNN keep handles and plans for each thread, and make them at the first use. A CUDA graph can't be recorded
-while they do. On a CPU that thread is the caller's. Not yet run on a GPU.
+while they do. On a CPU that thread is the caller's.
 """
 
 from __future__ import annotations

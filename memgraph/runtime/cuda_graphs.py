@@ -8,7 +8,7 @@ Parameters and buffers are read and written in place.  Outputs are copied out of
 not: while the caller holds one, the step runs op by op.  Both halves share one pool of memory, so that backward reuses
 the bytes that forward frees, as in a step that is not recorded.  So only one run at a time uses a recording.  Two steps
 run op by op before, which loads the kernels; a third one as warm-up would change buffers once too often.  Backward is
-recorded in autograd's thread, because libraries keep what they have loaded for each thread.  Not yet run on a GPU.
+recorded in autograd's thread, because libraries keep what they have loaded for each thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs over one pool of memory.  Not yet run on a GPU.
+    """CUDA graphs over one pool of memory.
 
     The graph is captured on a stream of its own; copy streams join it by the events that they wait for. Once a capture
     has failed, the process records no more: torch may be left in a state in which later ones record wrongly.

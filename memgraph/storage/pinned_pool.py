@@ -7,7 +7,7 @@
 
 A block is whole pages of the process, registered with CUDA: exactly as many bytes as were asked for, where torch's
 allocator of pinned memory rounds up to a power of two. Steps that run one after the other share a block. Where the host
-does not pin, copies use pageable memory, slower and synchronous, after one warning. Not yet run on a GPU.
+does not pin, copies use pageable memory, slower and synchronous, after one warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Map tensors of the state from pinned host memory behind a GPU, which can access it. Not yet run on a GPU.
+"""Map tensors of the state from pinned host memory behind a GPU, which can access it.
 
 Before:                              After:
     p.data    100 MB of the GPU          p.data    a tensor of the GPU over 100 MB of pinned host memory

@@ -1,4 +1,4 @@
-"""Keep activations in pinned host memory between forward and backward. Not yet run on a GPU.
+"""Keep activations in pinned host memory between forward and backward.
 
     lease.offload(0, a)     the `out` stream copies a, after the ops that compute it
     lease.free(0); del a    the compute stream waits for the copy; the next use of a's bytes follows it

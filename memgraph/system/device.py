@@ -87,7 +87,7 @@ def block_nbytes(nbytes: int, device: torch.device) -> int:
 
 
 def hold_to(nbytes: int, device: torch.device) -> None:
-    """Limit this process's allocator to `nbytes` of a GPU. Not yet run on a GPU.
+    """Limit this process's allocator to `nbytes` of a GPU.
 
     Raises:
         ValueError: the device is no GPU.

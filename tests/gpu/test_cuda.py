@@ -1,4 +1,4 @@
-"""On a GPU: gradients are eager's to the bit, bytes stay under the budget, and copies may be late.  Not yet run on one."""
+"""On a GPU: gradients are eager's to the bit, bytes stay under the budget, and copies may be late."""
 
 from __future__ import annotations
 

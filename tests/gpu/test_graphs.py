@@ -1,4 +1,4 @@
-"""Recorded steps on a GPU: bits as eager's, copies in the recording, and the budget kept.  Not yet run on one."""
+"""Recorded steps on a GPU: bits as eager's, copies in the recording, and the budget kept."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ with warnings.catch_warnings(action="ignore"):
         return x / torch.sqrt(torch.tensor(width, dtype=torch.float)) + torch.where(x > 0, x, torch.tensor(0.5))
 
 
-def test_its_ops_are_the_steps_own(tmp_path: Path) -> None:
+def test_its_ops_are_the_steps_own() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -38,15 +38,16 @@ def test_its_ops_are_the_steps_own(tmp_path: Path) -> None:
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_calls_come_from_python_in_a_block_and_from_torchscript_in_one_inside(tmp_path: Path) -> None:
+def test_calls_come_from_python_in_a_block_and_from_torchscript_in_one_inside() -> None:
     calls = list[int]()
-    plain = scaled._torchdynamo_inline
+    function: Any = scaled
+    plain = function._torchdynamo_inline
 
     def counted(x: Tensor, width: int) -> Tensor:
         calls.append(width)
         return plain(x, width)
 
-    scaled._torchdynamo_inline = counted
+    function._torchdynamo_inline = counted
     try:
         with unscripted():
             scaled(torch.ones(2), 4)
@@ -54,7 +55,7 @@ def test_calls_come_from_python_in_a_block_and_from_torchscript_in_one_inside(tm
                 scaled(torch.ones(2), 5)
         scaled(torch.ones(2), 6)
     finally:
-        scaled._torchdynamo_inline = plain
+        function._torchdynamo_inline = plain
     assert calls == [4]
 
 
