@@ -6,6 +6,7 @@ model(x)    ->  the step for calls like this, planned now or kept; its forward r
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,14 +42,14 @@ FEWER = "no loss was made of outputs for which backward was planned; later steps
 
 
 class CompiledModule(ModuleProxy):
-    """A module that trains like the one it was made of.  `plan` is the report of the latest call's step."""
+    """A module that trains like the one it was made of.  `plan` is the report of the latest training step."""
 
     def __new__(cls, planner: Planner) -> Self:
         return super().__new__(cls, planner.module)
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None}
+        self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None, "_trained": lambda: None}
         self.__dict__["_outputs"] = planner.options.outputs
 
     def __reduce__(self) -> Any:
@@ -59,17 +60,22 @@ class CompiledModule(ModuleProxy):
 
     @property
     def plan(self) -> Report:
-        """The report of the latest call's step: its plan, its forecast, and what was measured.
+        """The report of the latest training step: its plan, its forecast, and what was measured.
+
+        That is a call with a backward; an evaluation under `no_grad` does not change it. If no such step is kept, it
+        is that of the latest call.
 
         Raises:
             NoPlanError: the module was not called yet.  It is an AttributeError, for `hasattr`.
         """
-        if self._latest is None:
+        step = self._trained() or self._latest
+        if step is None:
             raise NoPlanError(
                 "there is no plan before the first call; "
                 "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
-        return self._latest.current_report
+        report: Report = step.current_report
+        return report
 
     @property
     def plans(self) -> tuple[Report, ...]:
@@ -136,6 +142,8 @@ class CompiledModule(ModuleProxy):
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
+        if step.parts.halves.backward is not None:
+            self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes
         outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
         self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)

@@ -63,7 +63,7 @@ class LightningBudget(Callback):  # type: ignore[misc]
 
     @property
     def plan(self) -> Report | None:
-        """The report of the latest step; None before the first one."""
+        """The report of the latest training step, as `plan` of a compiled module; None before the first call."""
         compiled = self._forward and self._forward.compiled
         return compiled.plan if compiled else None
 

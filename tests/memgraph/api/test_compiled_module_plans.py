@@ -1,4 +1,4 @@
-"""The reports of all kinds of calls, beside that of the latest."""
+"""The reports of all kinds of calls, beside that of the latest training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def test_all_kinds_of_calls_have_a_report_and_the_latest_is_last() -> None:
     added = model.plan
     with torch.no_grad():
         model(batch(rows=3))
-    evaluated = model.plan
+    assert model.plan == added  # an evaluation does not change it
+    evaluated = model.plans[-1]
     assert list(model.plans) == [made, added, evaluated]
     assert [any(op.fn == "gradient" for op in report.forecast.trace.ops) for report in model.plans] == [
         False,
@@ -27,3 +28,13 @@ def test_all_kinds_of_calls_have_a_report_and_the_latest_is_last() -> None:
     model.zero_grad()
     model(batch())
     assert len(model.plans) == 3 and model.plans[-1] is model.plan
+
+
+def test_before_the_first_training_step_the_plan_is_that_of_the_latest_call() -> None:
+    model = memgraph.compile(net(), "1GB", time_limit=0)
+    with torch.no_grad():
+        model(batch(rows=3))
+    evaluated = model.plan
+    assert evaluated is model.plans[-1]
+    model(batch()).sum().backward()
+    assert model.plan is not evaluated and model.plan is model.plans[-1]

@@ -306,3 +306,9 @@ def _setup(target: str) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Opti
     call = load_call(f"{target}:setup")
     assert call.optimizer is not None
     return call.model, call.args[0], call.optimizer
+
+
+def test_help_has_examples_and_all_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage: memgraph" in text and "memgraph plan train.py:setup" in text and "130 interrupted" in text

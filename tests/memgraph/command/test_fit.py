@@ -98,6 +98,7 @@ def test_factories_may_make_real_tensors(factory: str, capsys: pytest.CaptureFix
         (["--device", "l4", "--batch", "0"], "--batch"),
         (["--device", "l4", "--budget", "25GB"], "NVIDIA L4 has 24000000000"),
         (["--device", "l4", "--budget", "many"], "can't be read"),
+        (["--device", "l4", "--step", "5"], "--step is the step of --max"),
     ],
 )
 def test_wrong_usage_says_what_was_wanted(
@@ -114,6 +115,31 @@ def test_an_unknown_configuration_says_what_to_do(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["fit", "no-such-owner/no-such-model", "--device", "l4"]) == 1
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("not-there.json", "there is no file or folder"),
+        ("no/such/folder", "there is no file or folder"),
+        ("./not-there", "there is no file or folder"),
+        ("else.json", "holds no configuration of a model"),
+        ("cut.json", "holds no configuration of a model"),
+        ("folder", "holds no configuration of a model"),
+    ],
+)
+def test_a_path_is_not_looked_up_on_the_network(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "else.json").write_text('{"a": 1}')
+    (tmp_path / "cut.json").write_text('{"model_type": "gp')
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked: list[object] = []
+    monkeypatch.setattr("socket.socket.connect", lambda _, address: asked.append(address))
+    assert main(["fit", name, "--device", "l4"]) == 1
+    assert message in capsys.readouterr().err and not asked
 
 
 def test_doctor_writes_the_profile_of_this_machine(
