@@ -17,8 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from passes import BudgetError
-
 from ..fit.described_model import DescribedModel, ModelCall, config_model
 from ..fit.device_profile import DeviceProfile, profile_names, read_profile
 from ..fit.fit_result import FitResult
@@ -145,7 +143,11 @@ class _Sized:
             self.known[size] = self._captured({**self.given, sought: size})
             return self.known[size].smallest_plan()
 
-        found = largest(tried, self._is_likely, first, by, limit)
+        def likely(size: int) -> bool:
+            say(f"guessing whether {sought} {size} fits")
+            return self._is_likely(size)
+
+        found = largest(tried, likely, first, by, limit)
         self.given = {**self.given, sought: found.size}
         return self._result(found.report, sought, found)
 
@@ -154,7 +156,7 @@ class _Sized:
         steps = self.known
         while steps:
             trace = guessed_trace({known: step.trace for known, step in steps.items()}, size)
-            if trace is not None and _fits(replace(next(iter(steps.values())), trace=trace, finer=None)):
+            if trace is not None and replace(next(iter(steps.values())), trace=trace).is_likely_to_fit():
                 return True
             steps = {known: step.finer.known for known, step in steps.items() if step.finer and step.finer.known}
         return False
@@ -170,10 +172,3 @@ class _Sized:
         count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
         given = (self.described.title, count, self.given, self.fitting.profile)
         return FitResult(report, *given, sought, found)
-
-
-def _fits(step: FittedStep) -> bool:
-    try:
-        return bool(step.smallest_plan().peak)
-    except BudgetError:
-        return False

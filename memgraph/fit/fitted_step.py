@@ -68,6 +68,15 @@ class FittedStep:
         """Return the plan of the quick passes; weights and errors as in `plan`."""
         return self._or_finer(lambda step: step._report(make_plan(step.trace, step.machine, FITTING)))
 
+    def is_likely_to_fit(self) -> bool:
+        """Return whether the quickest pass finds a plan, blocks of weights left out."""
+        if proven_nbytes(self.trace, self.machine) > self.machine.budget:
+            return False
+        try:
+            return bool(make_plan(self.trace, self.machine, FITTING[:1]).forecast.peak)
+        except BudgetError:
+            return False
+
     def _or_finer(self, planned: Callable[[FittedStep], Report]) -> Report:
         try:
             return planned(self)

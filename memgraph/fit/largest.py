@@ -65,6 +65,8 @@ class _Search:
     def __init__(self, tried: Callable[[int], Report], likely: Callable[[int], bool], step: int, most: int) -> None:
         self.tried, self.likely, self.step, self.most = tried, likely, step, most
         self.low, self.high = 0, most + 1
+        self.unlikely = most + 1  # steps that the last guess ended at
+        self.reach = 1  # of the next try, where guesses are too low
         self.fits: dict[int, Report] = {}
         self.refused: dict[int, BudgetError] = {}
 
@@ -77,12 +79,17 @@ class _Search:
             self.low = steps
         except BudgetError as error:
             self.refused[steps] = error
-            self.high = steps
+            self.high, self.reach = steps, 1
 
     def guess(self) -> int:
-        """Return the largest size that is likely to fit."""
-        low, high = self.low, self.high
-        reach = max(1, low)
+        """Return the largest size that is likely to fit; if none beyond those that do is, one near them."""
+        if not self.likely((self.low + 1) * self.step):
+            reach, self.reach = self.reach, 2 * self.reach
+            return min(self.low + reach, self.high - 1)
+        low, high, self.reach = self.low + 1, self.high, 1
+        if low < self.unlikely < high and not self.likely(self.unlikely * self.step):
+            high = self.unlikely
+        reach = low
         while high == self.high and low + reach < high:  # no size is likely not to fit yet
             if self.likely((low + reach) * self.step):
                 low, reach = low + reach, 2 * reach
@@ -91,7 +98,8 @@ class _Search:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.likely(middle * self.step) else (low, middle)
-        return max(self.low + 1, low)
+        self.unlikely = high
+        return low
 
     def found(self) -> Largest:
         if not self.low:

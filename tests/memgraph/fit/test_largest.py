@@ -55,6 +55,19 @@ def test_good_guesses_take_four_tries() -> None:
     assert seen == [2, 4, 1000, 1001]
 
 
+def test_a_guess_begins_where_the_last_one_ended() -> None:
+    guesses = list[int]()
+
+    def likely(size: int) -> bool:
+        guesses.append(size)
+        return size <= 900  # too few
+
+    seen = list[int]()
+    found = largest(_tried(lambda n: n, seen), likely)
+    assert found.size == BUDGET and len(seen) < 25
+    assert guesses.count(640) == 1 and len(guesses) < 45
+
+
 def test_sizes_are_multiples_of_a_step_up_to_a_limit() -> None:
     found = largest(_tried(lambda n: n, []), lambda size: size <= BUDGET, 64, step=64)
     assert (found.size, found.next) == (960, 1024)
