@@ -28,6 +28,7 @@ from ..system.device import HEADROOM
 from .budget_option import budget_within
 from .factory import load_factory, made_call
 from .output import NewPlan, save, say, write
+from .time_limit_option import Limit
 
 SIZES = ("batch", "seq")
 
@@ -65,7 +66,7 @@ def fit(
     dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
     optimizer: Annotated[Updates, typer.Option(help="of a configuration's parameters")] = Updates.ADAMW,
     output: NewPlan = None,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="seconds of planning after capture")] = None,
+    time_limit: Limit = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     """Plan a training step for a device that is not here, before anything is rented or downloaded.
@@ -109,7 +110,10 @@ def _budget(given: str | None, profile: DeviceProfile) -> int:
 
 def _described(target: str, dtype: torch.dtype, optimizer: str, most: Sought | None) -> DescribedModel:
     if not re.fullmatch(r".+:\w+", target):
-        return config_model(target, dtype, optimizer)
+        try:
+            return config_model(target, dtype, optimizer)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     factory = load_factory(target)
     takes = [name for name in SIZES if name in inspect.signature(factory).parameters]
     if most is not None and most not in takes:

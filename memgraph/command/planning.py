@@ -8,12 +8,14 @@ memgraph explain train.py:setup
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import networkx as nx
 import typer
+from rich.console import RenderableType
 
 from ..api.budget_sweep import sweep as plan_for_each
 from ..api.compiler import make_planner
@@ -22,12 +24,14 @@ from ..api.unplanned import unplanned
 from ..api.what_helps import Attempts
 from ..fit.described_model import ModelCall
 from ..options.compile_options import CompileArguments
+from ..report.printout import peak_printout
 from ..report.report import Report
 from ..report.snapshot_peak import snapshot_peaks
 from ..report.torch_snapshot import read_snapshot
 from .budget_option import budget_within, share_or_text
 from .factory import load_call
 from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
+from .time_limit_option import Limit
 
 Target = Annotated[
     str, typer.Argument(metavar="FILE:FACTORY", help="a function that returns a model and its arguments")
@@ -45,7 +49,7 @@ class Offload(StrEnum):
 
 
 Tier = Annotated[Offload, typer.Option(help="where tensors may be offloaded")]
-Limit = Annotated[float | None, typer.Option(help="seconds of planning after capture; 0 runs the quick pass only")]
+
 Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their rows where that is needed")]
 
 
@@ -128,8 +132,21 @@ def explain(
     with stdout_for_data():
         call = _loaded(target)
         report = unplanned(call.model, *call.args, **call.options)
-    write(report, as_json)
+    write(report if as_json else _Peak(report), as_json)
     return 0
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """A step as it is, with a report to print."""
+
+    report: Report
+
+    def __rich__(self) -> RenderableType:
+        return peak_printout(self.report)
+
+    def to_json(self) -> str:
+        return self.report.to_json()
 
 
 def _loaded(target: str) -> ModelCall:

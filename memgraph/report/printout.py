@@ -40,6 +40,16 @@ def printout(report: ReportData) -> RenderableType:
     return Group(Text("\n".join([verdict(report), *_placed(report)])), blank, *tables, *_helped(report))
 
 
+def peak_printout(report: ReportData) -> RenderableType:
+    """Return the lines and tables of a step as it is, without a budget."""
+    plain = report.choice.captured
+    lines = [
+        f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
+        *repeatability(plain.trace, report.machine.device),
+    ]
+    return Group(Text("\n".join(lines)), Text(""), _kinds(plain), Text(""), _peak(plain))
+
+
 def verdict(report: ReportData) -> str:
     """Return the lines that say whether the step fits, what it takes, and what is proven."""
     plain = report.choice.captured

@@ -197,6 +197,21 @@ def test_the_peak_is_explained_with_the_step_as_it_is(target: str, capsys: pytes
     assert found.plan == ()
 
 
+def test_a_step_that_is_explained_has_no_budget(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{target}:setup"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("as it is, the step takes ") and "at the peak" in printed
+    assert "budget" not in printed and "decided" not in printed
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1"])
+def test_a_time_limit_that_is_none_is_wrong_usage(
+    seconds: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{target}:setup", "--budget", "1MB", "--time-limit", seconds]) == 2
+    assert "0 for the quickest plan" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 def test_factories_may_return_a_module_with_arguments(target: str) -> None:
     assert main(["plan", f"{target}:pair", "--budget", "1MB"]) == 0
 
@@ -243,6 +258,7 @@ def test_output_that_nobody_reads_ends_quietly(plans: tuple[Path, Path], tmp_pat
         (["show", "nowhere.json"], "there is no file 'nowhere.json'"),
         (["show", "."], "'.' is a directory, and a plan is a file"),
         (["fit", "llama", "--device", "h200", "--step", "5"], "--step is the step of --max"),
+        (["fit", "nowhere.json", "--device", "h200"], "there is no file or folder 'nowhere.json'"),
         (["diff", "nowhere.json"], "Missing argument"),
     ],
 )
@@ -261,8 +277,6 @@ def test_wrong_usage_is_exit_code_2(
         (["plan", "{}:broken", "--budget", "1GB"], "no data today ("),
         (["plan", "{}:alone", "--budget", "1GB"], "missing 1 required positional argument"),
         (["show", "{}"], "factory_of_test.py: the saved plan is not JSON"),
-        (["fit", "nowhere.json", "--device", "h200"], "there is no file or folder 'nowhere.json'"),
-        (["fit", "{}", "--device", "h200"], "factory_of_test.py' holds no configuration of a model"),
         (["diff", "{}", "{}"], "factory_of_test.py: the saved plan is not JSON"),
         (["verify", "{}"], "factory_of_test.py: the saved plan is not JSON"),
     ],
