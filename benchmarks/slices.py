@@ -64,7 +64,7 @@ GAPS: dict[str, tuple[str, dict[str, object], tuple[int, int]]] = {
     "gpt2-narrow": ("GPT2", {"n_layer": 2, "n_embd": 96, "n_head": 4, "vocab_size": 8000, **NO_DROPOUT}, (2, 128)),
     "gpt2-deep": ("GPT2", {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 4000, **NO_DROPOUT}, (4, 128)),
     "gpt2-wide": ("GPT2", {"n_layer": 3, "n_embd": 256, "n_head": 4, "vocab_size": 12_000, **NO_DROPOUT}, (2, 256)),
-    "llama": ("Llama", {**LLAMA, "intermediate_size": 384, "vocab_size": 8000}, (2, 256)),
+    "llama-narrow": ("Llama", {**LLAMA, "intermediate_size": 384, "vocab_size": 8000}, (2, 256)),
 }
 SHARES = (0.97, 0.9, 0.8, 0.65, 0.5)  # of the bytes between parameters with gradients and the peak of the step
 
