@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from typing import Any
 
 import typer
@@ -21,7 +22,7 @@ from .demo import demo
 from .doctor import doctor
 from .files import diff, show, verify
 from .fit import fit
-from .output import fail
+from .output import fail, say
 from .planning import explain, plan, sweep
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of typer's own copy of it
@@ -53,6 +54,24 @@ for each in (plan, fit, sweep, explain, show, diff, verify, doctor, demo):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warned
+        return _run(arguments)
+
+
+def _warned(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: object = None,
+) -> None:
+    """Write a warning as other lines are; the line of code that it came from is the library's."""
+    say(f"warning: {message}")
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         code = app(args=arguments, prog_name="memgraph", standalone_mode=False)
         if code == INTERRUPTED:  # typer has caught it

@@ -144,4 +144,4 @@ def _add(lines: Table, point: Point, mark: str) -> None:
         return
     shares = (f"{share:.0%}" for share in (point.kept, point.recomputed, point.offloaded))
     ratios = f"{point.overhead:+.1%}", ms(point.lower_bound), f"{point.gap:.1%}"
-    lines.add_row(mb(point.budget), mb(point.peak), ms(point.us), *ratios, *shares, str(point.decisions), mark)
+    lines.add_row(mb_above(point.budget), mb(point.peak), ms(point.us), *ratios, *shares, str(point.decisions), mark)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 import memgraph
+from memgraph.command import planning
 from memgraph.command.app import main
 from memgraph.command.factory import load_call
+from memgraph.fit.described_model import ModelCall
 from memgraph.system.first_line import is_command
 
 FACTORY = """
@@ -202,6 +205,19 @@ def test_a_step_that_is_explained_has_no_budget(target: str, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert printed.startswith("as it is, the step takes ") and "at the peak" in printed
     assert "budget" not in printed and "decided" not in printed
+
+
+def test_a_warning_is_a_line_without_the_code_of_a_library(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def warning(name: str) -> ModelCall:
+        warnings.warn("give budget=5 for both", RuntimeWarning, stacklevel=1)
+        return load_call(name)
+
+    monkeypatch.setattr(planning, "load_call", warning)
+    assert main(["plan", f"{target}:setup", "--budget", "1GB"]) == 0
+    assert "memgraph: warning: give budget=5 for both\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["nan", "-1"])

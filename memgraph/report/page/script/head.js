@@ -66,7 +66,11 @@ function figures() {
       other || !bound ? "" : `this plan is ${(plan.gap * 100).toFixed(1)}% above`,
     ],
     ["As it is", ms(plan.as_it_is.us), mb(plan.as_it_is.peak)],
-    ["Decisions", `${other ? other.decisions : plan.decided_count}`, ""],
+    [
+      "Decisions",
+      `${other ? other.decisions : plan.decided_count}`,
+      other || plan.decided_count === plan.decisions.count ? "" : `in ${plan.decisions.count} rows of like ones`,
+    ],
   ];
   byId("figures").replaceChildren(
     ...shown.map(([name, text, more]) =>
