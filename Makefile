@@ -10,7 +10,7 @@ CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil transformers
 
 WITHIN ?= 720
 
-.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-figures fake-cuda versions newest clean
+.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-zoo gpu-figures fake-cuda versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -51,7 +51,7 @@ bench-%: $(READY)
 
 # Use PYTHON as it is, for the torch that was built for this machine's GPU, and no network.  Each stage ends within nine
 # minutes, whatever hangs, and goes on where it stopped when it is called again (benchmarks/stages.py).
-GPU_STAGES = smoke kernels tests figures
+GPU_STAGES = smoke kernels tests zoo figures
 WITHIN_GPU ?= 540
 
 gpu:

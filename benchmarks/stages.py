@@ -1,6 +1,6 @@
 """Run what needs a GPU in stages, each a command that ends in time and goes on where the one before it stopped.
 
-    python -m benchmarks.stages smoke|kernels|tests|figures [--within 540] [--again]
+    python -m benchmarks.stages smoke|kernels|tests|zoo|figures [--within 540] [--again]
 
     ok      tests       tests/gpu/test_graphs.py   61.2 s  29 passed
     FAILED  tests       tests/gpu/test_cuda.py     12.0 s  ended by SIGSEGV
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.smoke import described, with_root
+from benchmarks.zoo.training import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,12 +63,18 @@ def _figures(part: str, seconds: float, least: float) -> Unit:
     return Unit(part, ("-m", "benchmarks.gpu", "--part", part, "--seconds", str(seconds - 30)), seconds, least)
 
 
+def _zoo(library: str) -> Unit:
+    command = ("-m", "benchmarks.zoo", "--device", "cuda", "--share", "0.6", "--jobs", "8", "--seconds", "150")
+    return Unit(f"zoo of {library}", (*command, "--library", library), 500.0, 120.0)
+
+
 STAGES: Mapping[str, tuple[Unit, ...]] = {
     "smoke": (Unit("smoke", ("-m", "benchmarks.smoke"), 75.0),),
     "kernels": (_tests("tests/kernels", 400.0),),
     "tests": tuple(
         _tests(f"tests/gpu/test_{name}.py", 300.0) for name in ("promise", "cuda", "graphs", "offloaded_state")
     ),
+    "zoo": tuple(map(_zoo, LIBRARIES)),
     "figures": (
         _figures("kernels", 120.0, 60.0),
         _figures("copies", 120.0, 60.0),

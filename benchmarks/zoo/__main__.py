@@ -25,7 +25,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.records import FOLDER, surroundings
+import torch
+
+from benchmarks.records import FOLDER, slug, surroundings
 from tests.support.allocator_meter import preloaded
 
 from .architectures import ARCHITECTURES, QUICK
@@ -47,13 +49,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} at one budget; nothing is written")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=900.0, help="for each architecture")
-    parser.add_argument("--into", type=Path, default=FOLDER, help="folder of zoo.json and zoo.md")
+    parser.add_argument("--into", type=Path, help="folder of zoo.json and zoo.md; by default that of the device")
     given = parser.parse_args()
     names = given.only or (QUICK if given.quick else list(ARCHITECTURES))
     names = [name for name in names if given.library in (None, ARCHITECTURES[name].library)]
     absent = {name for name in LIBRARIES if find_spec(name) is None}
     names = [name for name in names if ARCHITECTURES[name].library not in absent]
-    record = Record(given.into, quick=given.quick)
+    device = "" if given.device == "cpu" else torch.cuda.get_device_name()
+    record = Record(given.into or FOLDER / slug(device), device, quick=given.quick)
     shares = given.share or ((0.6,) if given.quick else SHARES)
     done = set() if given.only else record.done
     wanted = {name: [share for share in shares if (name, share) not in done] for name in names}
@@ -65,8 +68,8 @@ def main() -> int:
 class Record:
     """The rows of all architectures, each with the code that it was found with, as JSON and as Markdown."""
 
-    def __init__(self, folder: Path, quick: bool) -> None:
-        self.path, self.quick, self.code = folder / "zoo.json", quick, _digest()
+    def __init__(self, folder: Path, device: str, quick: bool) -> None:
+        self.path, self.device, self.quick, self.code = folder / "zoo.json", device, quick, _digest()
         self.entries = json.loads(self.path.read_text())["rows"] if self.path.is_file() else []
 
     @property
@@ -90,6 +93,7 @@ class Record:
         added = [{**asdict(row), "code": self.code} for row in rows]
         self.entries = sorted([*kept, *added], key=lambda entry: (order.index(entry["name"]), -entry["share"]))
         about = {**surroundings("zoo"), "packages": list(LIBRARIES)} | {name: _version(name) for name in LIBRARIES}
+        about["machine"] = ", ".join(filter(None, [self.device, about["machine"]]))
         about["codes"] = sorted({entry["code"] for entry in self.entries})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps({**about, "rows": self.entries}, indent=1) + "\n")
