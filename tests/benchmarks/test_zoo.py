@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import memgraph
 from benchmarks.zoo import __main__ as zoo
+from benchmarks.zoo import child
 from benchmarks.zoo.architectures import ARCHITECTURES, QUICK
 from benchmarks.zoo.facts import different, seed, step_facts, tensors_in
 from benchmarks.zoo.row import Row
@@ -109,12 +114,12 @@ def test_tensors_in_a_loop_of_references_are_found_once() -> None:
 
 
 def test_a_run_goes_on_with_what_the_same_code_has_not_found(tmp_path: Path) -> None:
-    record = zoo.Record(tmp_path, quick=False)
+    record = zoo.Record(tmp_path, "", quick=False)
     record.add([FINE])
-    again = zoo.Record(tmp_path, quick=False)
+    again = zoo.Record(tmp_path, "", quick=False)
     assert again.done == {("vae", 0.6)} and again.rows == [FINE]
     again.add([replace(FINE, counted=6), replace(FINE, share=0.4)])
-    assert [row.counted for row in zoo.Record(tmp_path, quick=False).rows] == [6, 5]
+    assert [row.counted for row in zoo.Record(tmp_path, "", quick=False).rows] == [6, 5]
     again.code = "other"
     assert again.done == set()
 
@@ -128,3 +133,23 @@ def test_an_architecture_is_trained_in_a_process_of_its_own(tmp_path: Path) -> N
     assert [row["share"] for row in rows] == [1.2, 0.6, 0.4]
     assert all(row["state"] == "whole" and 0 < row["counted"] <= row["forecast"] <= row["budget"] for row in rows)
     assert "siamese" in (tmp_path / "zoo.md").read_text()
+
+
+def test_nothing_of_an_earlier_try_is_alive_when_a_budget_that_an_error_named_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes would be taken for those of something else, and not be counted."""
+    models: list[weakref.ref[nn.Module]] = []
+
+    def tried(architecture: object, row: Row, *_: object) -> Row:
+        assert all(model() is None for model in models)
+        model = nn.Linear(2, 2)
+        models.append(weakref.ref(model))
+        if row.budget < 5:
+            raise memgraph.BudgetError("too few", row.budget, row.budget + 2)
+        return row
+
+    monkeypatch.setattr(child, "_tried", tried)
+    meter: Any = None
+    row = child._compiled(ARCHITECTURES["gpt2"], Row("gpt2", "transformers", 0.4, budget=2), [], meter)
+    assert (row.needs, row.budget, len(models)) == (6, 6, 3)
