@@ -130,7 +130,7 @@ class Recorder:
         self, module: nn.Module, path: str, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
-        refuse_hidden_dropout(path, module, tensors[0].device)
+        refuse_hidden_dropout(path, module, {tensor.device.type for tensor in tensors})
         scopes = OuterScopes.of(module.modules())
         before, attached = PythonState.of(module, tensors, scopes), _attached(module)
         modes = Modes.now(tensors[0].device)

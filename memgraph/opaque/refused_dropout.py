@@ -8,6 +8,8 @@ a forward that runs again in backward would draw another mask, and the next step
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -18,12 +20,15 @@ class RefusedDropoutError(CaptureError):
     """No part around this layer can run as it is either."""
 
 
-def refuse_hidden_dropout(path: str, part: nn.Module, device: torch.device) -> None:
+def refuse_hidden_dropout(path: str, part: nn.Module, devices: Collection[str]) -> None:
     """
+    Args:
+        devices: types of those that the part reads from.
+
     Raises:
         RefusedDropoutError: a recurrent layer of the part would draw such a dropout.
     """
-    if device.type != "cuda" or not torch.backends.cudnn.enabled:
+    if "cuda" not in devices or not torch.backends.cudnn.enabled:
         return
     for name, layer in part.named_modules(prefix=path):
         if isinstance(layer, nn.RNNBase) and layer.training and layer.dropout > 0 and layer.num_layers > 1:

@@ -69,14 +69,14 @@ def test_a_dropout_that_cudnn_draws_from_a_hidden_state_is_refused(
     monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
     part = nn.Sequential(nn.LSTM(WIDTH, WIDTH, num_layers=layers, dropout=dropout)).train(training)
     with pytest.raises(RefusedDropoutError, match=r"body\.0 \(LSTM\)") if refused else nullcontext():
-        refuse_hidden_dropout("body", part, torch.device("cuda", 0))
-    refuse_hidden_dropout("body", part, torch.device("cpu"))
+        refuse_hidden_dropout("body", part, {"cpu", "cuda"})
+    refuse_hidden_dropout("body", part, {"cpu"})
 
 
 def test_no_part_around_such_a_layer_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_lengths, "_is_cudnns", lambda x: True)
     monkeypatch.setattr(
-        recorder, "refuse_hidden_dropout", lambda path, part, _: refuse_hidden_dropout(path, part, torch.device("cuda"))
+        recorder, "refuse_hidden_dropout", lambda path, part, _: refuse_hidden_dropout(path, part, {"cuda"})
     )
     with pytest.raises(RefusedDropoutError, match=r"body \(LSTM\) has dropout=0\.2 .*nn\.Dropout"):
         memgraph.compile(nn.Sequential(Tagger(), nn.Identity()), "1GB")(torch.randn(2, 8, WIDTH))
