@@ -2,9 +2,11 @@
 
     python -m benchmarks.arena [GRAPH ...]      # names of benchmarks/graphs.py, besides the steps of benchmarks/golden
 
-    graph  budget  link  storages  live MB  block MB  lost MB  of the peak  CPU s
+    graph  budget  link  storages  live MB  block MB  lost MB  of the peak  CPU s  torch's  expandable
 
-Budgets are shares of what the plain step allocates, above its inputs. Plans are searched for `--seconds`.
+Budgets are shares of what the plain step allocates, above its inputs. Plans are searched for `--seconds`. The last two
+columns are what torch's caching allocator would hold above what is live, by simulation, without and with expandable
+segments.
 """
 
 from __future__ import annotations
@@ -19,11 +21,24 @@ from rich.table import Table
 
 from passes import BudgetError, Forecast, Link, Machine, Trace, make_plan, parse, predict
 from passes.simulate.arena import place
+from passes.simulate.caching_allocator import held
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARES = (1.0, 0.6, 0.4)
 LINK = Link(out=22_000.0, back=22_000.0, capacity=1 << 50)
-COLUMNS = ("graph", "budget", "link", "storages", "live MB", "block MB", "lost MB", "of the peak", "CPU s")
+COLUMNS = (
+    "graph",
+    "budget",
+    "link",
+    "storages",
+    "live MB",
+    "block MB",
+    "lost MB",
+    "of the peak",
+    "CPU s",
+    "torch's",
+    "expandable",
+)
 
 
 def main(graphs: Annotated[list[str] | None, typer.Argument()] = None, seconds: float = 3.0) -> None:
@@ -38,7 +53,7 @@ def main(graphs: Annotated[list[str] | None, typer.Argument()] = None, seconds: 
         for share in SHARES:
             for link in (Link(),) if share == 1.0 else (Link(), LINK):
                 table.add_row(name, f"{share:.0%}", "yes" if link.out else "", *_cells(trace, share, link, seconds))
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 def _cells(trace: Trace, share: float, link: Link, seconds: float) -> list[str]:
@@ -50,7 +65,9 @@ def _cells(trace: Trace, share: float, link: Link, seconds: float) -> list[str]:
     took = time.process_time() - begin
     arena.check()
     sizes = [f"{nbytes / 1e6:.1f}" for nbytes in (arena.live, arena.nbytes, arena.lost)]
-    return [str(len(arena.slots)), *sizes, f"{arena.lost / forecast.peak:.2%}", f"{took:.1f}"]
+    simulated = [held(forecast, expandable) for expandable in (False, True)]
+    kept = [f"{each.reserved / each.live - 1:+.1%}" for each in simulated]
+    return [str(len(arena.slots)), *sizes, f"{arena.lost / forecast.peak:.2%}", f"{took:.1f}", *kept]
 
 
 def _planned(trace: Trace, share: float, link: Link, seconds: float) -> Forecast | None:

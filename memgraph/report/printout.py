@@ -37,7 +37,7 @@ def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
     forecast, blank = report.forecast, Text("")
     tables = _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
-    return Group(Text("\n".join([verdict(report), *_placed(report)])), blank, *tables, *_helped(report))
+    return Group(Text("\n".join([verdict(report), *_simulated(report)])), blank, *tables, *_helped(report))
 
 
 def peak_printout(report: ReportData) -> RenderableType:
@@ -105,14 +105,16 @@ def _held(report: ReportData) -> list[str]:
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
 
 
-def _placed(report: ReportData) -> list[str]:
-    """Show what the step's allocations would take of a GPU in one block, whose addresses come from the plan."""
-    if not report.machine.device.startswith("cuda"):
+def _simulated(report: ReportData) -> list[str]:
+    """Show what torch's allocator would hold for what the step allocates; nothing once it was measured."""
+    if report.held or not report.machine.device.startswith("cuda"):
         return []
-    arena = report.arena
-    share = arena.lost / max(1, report.peak)
-    sizes = f"allocated {mb(arena.live)}, reserved {mb(arena.nbytes)}, lost between {mb(arena.lost)}"
-    return [f"what the step allocates, if it were placed in one block: {sizes}, {share:.1%} of the peak"]
+    usual, expandable = (report.allocator(expandable=each) for each in (False, True))
+    return [
+        f"of the {mb(usual.live)} that the step allocates at once, torch's allocator would give out {mb(usual.given)} "
+        f"and hold {mb(usual.reserved)}, by simulation; with expandable segments {mb(expandable.given)} and "
+        f"{mb(expandable.reserved)}"
+    ]
 
 
 def _several(report: ReportData) -> list[str]:

@@ -8,10 +8,9 @@ report.overhead    0.032         of the time of the step without decisions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from passes import Forecast, Machine, Plan, PlanResult
-from passes.simulate.arena import Arena, place
+from passes.simulate.caching_allocator import Held, held
 from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
@@ -172,10 +171,13 @@ class ReportData:
         """Peak bytes of the forecast."""
         return self.forecast.peak
 
-    @cached_property
-    def arena(self) -> Arena:
-        """The step's allocations in one block of memory, each with an address, placed without a search."""
-        return place(self.forecast, rounds=0)
+    def allocator(self, expandable: bool = False) -> Held:
+        """Simulate torch's CUDA allocator: what it would hold for the step's allocations, inputs left out.
+
+        Args:
+            expandable: with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        """
+        return held(self.forecast, expandable)
 
     @property
     def overhead(self) -> float:

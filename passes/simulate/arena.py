@@ -93,7 +93,7 @@ class Arena:
 
 def place(forecast: Forecast, alignment: int = ALIGNMENT, rounds: int = ROUNDS) -> Arena:
     """Return the block of a step, with the addresses of all that it allocates; `rounds` bound the search."""
-    slots = _allocated(forecast, alignment)
+    slots = allocated(forecast, alignment)
     live = _most_live(slots)
     enough = int(live * (1 + ENOUGH))
     orders = [_sorted(slots, first) for first in ORDERS]
@@ -161,7 +161,7 @@ def _moved(packed: _Packed, least: int, draw: random.Random) -> list[int]:
     return order
 
 
-def _allocated(forecast: Forecast, alignment: int) -> tuple[Slot, ...]:
+def allocated(forecast: Forecast, alignment: int) -> tuple[Slot, ...]:
     """Return what the step allocates, as the forecast counts it, in whole units of the allocator."""
     trace, found = forecast.trace, list[Slot]()
     for life in forecast.lifetimes:
