@@ -49,6 +49,7 @@ NAMES: Mapping[str, str] = {
     "torch._C._AutoDispatchBelowAutograd": "ops of a graph run without going through autograd",
     "torch._C._DisableAutocast": "casts stand in the graph already",
     "torch._C._disabled_torch_function_impl": "fused layers of nn are taken apart as for a subclass of Tensor",
+    "torch._C.ScriptFunction": "functions that TorchScript has compiled are traced as Python",
     "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
     "torch._compile": "a wrapper of torch.random, which is not the caller",
     "torch._dynamo.eval_frame": "a wrapper of torch.random, which is not the caller",

@@ -64,11 +64,11 @@ def test_such_a_layer_runs_as_it_is_beside_ops_that_are_planned(monkeypatch: pyt
     ],
 )  # fmt: skip
 def test_a_dropout_that_cudnn_draws_from_a_hidden_state_is_refused(
-    dropout: float, layers: int, training: bool, enabled: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+    dropout: float, layers: int, training: bool, enabled: bool, refused: bool
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
     part = nn.Sequential(nn.LSTM(WIDTH, WIDTH, num_layers=layers, dropout=dropout)).train(training)
-    with pytest.raises(RefusedDropoutError, match=r"body\.0 \(LSTM\)") if refused else nullcontext():
+    error = pytest.raises(RefusedDropoutError, match=r"body\.0 \(LSTM\)") if refused else nullcontext()
+    with torch.backends.cudnn.flags(enabled=enabled), error:
         refuse_hidden_dropout("body", part, {"cpu", "cuda"})
     refuse_hidden_dropout("body", part, {"cpu"})
 
