@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .arena import Slot, allocated
+from .arena import ALIGNMENT, Slot, allocated
 from .forecast import Forecast
 
-UNIT = 512  # bytes: each request is rounded up to a multiple
 SMALL = 1 << 20  # up to that, requests share small segments; a block's rest up to that is given out with it
 SMALL_SEGMENT, SEGMENT = 2 << 20, 20 << 20
 LARGE = 10 << 20  # from that on, a request has a segment of its own size
@@ -43,7 +42,7 @@ class Block(NamedTuple):
 
 def held(forecast: Forecast, expandable: bool = False) -> Held:
     """Return what the allocator holds for what a step allocates, with or without expandable segments."""
-    return _simulated(allocated(forecast, UNIT), expandable)
+    return _simulated(allocated(forecast, ALIGNMENT), expandable)
 
 
 def _simulated(slots: Sequence[Slot], expandable: bool) -> Held:
