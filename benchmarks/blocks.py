@@ -7,6 +7,8 @@ Blocks take most of the time of a model, and a few of them compile in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,6 +96,16 @@ class LlamaBlock(nn.Module):
 def stack(shape: Shape, device: torch.device, through: Through = plainly) -> tuple[Stack, Tensor]:
     """Return a model in bfloat16 and its input, from a fixed seed."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model = Stack(shape, through).to(torch.bfloat16)
+    with torch.device(device), _default_dtype(torch.bfloat16):  # so that no float32 originals leave holes
+        model = Stack(shape, through)
         return model, torch.randn(shape.batch, shape.length, shape.width, dtype=torch.bfloat16)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -140,7 +140,7 @@ class CompiledModule(ModuleProxy):
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
-            self._latest.release_recording()
+            self._latest.release_memory()
         self.__dict__["_latest"] = step
         if step.parts.halves.backward is not None:
             self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes

@@ -9,7 +9,6 @@ host waits for the last one only, and runs ahead as in any other step.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -22,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..graph.halves.edited_code import run_edited
 from ..storage.async_copy import CopyLog, copy_rates
-
-LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,4 @@ class Clock:
 
 def timing_ops(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
     """Compile the half's code with a call of `note` after each op, when its dead operands are freed."""
-    scope = {**half.forward.__globals__, "memgraph_note": note}
-    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", half.code), scope)
-    return scope["forward"]
+    return run_edited(half, lambda name, line: f"{line};  memgraph_note('{name}')", memgraph_note=note)

@@ -102,7 +102,8 @@ def _held(report: ReportData) -> list[str]:
         room = f"{mb(report.budget - report.peak)} of the budget are left for what torch's allocator holds beyond that"
         return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
-    return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+    said = f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"
+    return [said, *([report.arena] if report.arena else [])]
 
 
 def _simulated(report: ReportData) -> list[str]:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
+ARENA = "in an arena: one block of the device, with addresses of the plan"
+
+
 @dataclass(frozen=True, eq=False)
 class Report(ReportData):
     """The plan of one call signature, its forecast and its measurements; see `ReportData` for the attributes."""
@@ -62,6 +65,12 @@ class Report(ReportData):
         resident = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
         resident -= self.forecast.trace.other_nbytes
         return replace(self, measured=max(self.measured or 0, resident + nbytes))
+
+    def in_arena(self, why_not: str, taken: tuple[int, int] | None) -> Report:
+        """Return the report of a step in an arena, where blocks had so many bytes and the allocator held so many."""
+        if why_not:
+            return replace(self, arena=f"not in an arena: {why_not}")
+        return replace(self, arena=ARENA, blocks=taken[0], held=taken[1]) if taken is not None else self
 
     def to_json(self) -> str:
         """Return plan and measurements as JSON text, for `memgraph.compile(model, budget, plan=text)` and `from_json`.

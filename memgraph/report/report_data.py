@@ -85,6 +85,8 @@ class ReportData:
         recorded: what to print about CUDA graphs; empty if they were not asked for.
         blocks: on a GPU, peak bytes that torch's allocator had given out in the measured step.
         held: on a GPU, peak bytes that it held of the device in that step, free blocks included.
+        arena: on a GPU, whether its values have addresses of the plan; empty if the budget has room for what torch's
+            allocator holds. If they have, `blocks` and `held` are of the first such step.
         adding: bytes that the call needs if it adds to gradients; 0 if that was not asked.
         all_outputs: bytes that backward from all outputs needs, if they are too many and it starts from scalars alone;
             otherwise 0.
@@ -118,6 +120,7 @@ class ReportData:
     recorded: str = ""
     blocks: int = 0
     held: int = 0
+    arena: str = ""
     adding: int = 0
     all_outputs: int = 0
     forwards: int = 1

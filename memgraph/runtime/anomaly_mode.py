@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..graph.halves.edited_code import run_edited
 from ..graph.nodes import aten
 from ..graph.ops import accumulate
-from ..profile.step_timer import LINE
 
 MASKS = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
@@ -39,10 +39,8 @@ def run_checked(half: fx.GraphModule, values: list[Tensor], tangents: Collection
         if name in gradients and has_nan(value):
             raise RuntimeError(_message(gradients[name]))
 
-    code = half.graph.python_code("self")
-    scope = {**code.globals, "memgraph_check": check}
-    exec(LINE.sub(r"\g<0>;  memgraph_check('\1', \1)", code.src), scope)
-    return scope["forward"](half, values)
+    checked = run_edited(half, lambda name, line: f"{line};  memgraph_check('{name}', {name})", memgraph_check=check)
+    return checked(half, values)
 
 
 def has_nan(value: object) -> bool:

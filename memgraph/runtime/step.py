@@ -27,13 +27,14 @@ from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
 from ..report.report_data import Assumption, OpaqueRow
 from ..system.user_warning import warn_user
+from .arena import StepArena
 from .autograd_function import Differentiation, OtherOutputs, StepFunction
 from .concurrent_runs import held_nbytes
 from .cuda_graphs import CudaGraphPair, Recorder
 from .out_of_memory import explain_out_of_memory
 from .step_history import StepHistory, forward_backward_us
 from .step_parts import StepParts
-from .step_run import StepRun
+from .step_run import PlacedRun, StepRun
 from .undo import restoring_generators
 
 MANY = 8  # from so many open forwards on, one warning covers larger numbers
@@ -70,6 +71,7 @@ class Step:
         self.history = history or StepHistory()
         self.times: StepTimes | None = None
         self.cuda_graphs = parts.recording.cache
+        self.arena: StepArena | None = None
         self.warned = set(warned)
         self._replan, self._on_measured = replan, on_measured
         self._replan_due = replan is not None and history is None
@@ -142,7 +144,11 @@ class Step:
         elif self.times is None:
             run.time(self.device)
         else:
-            run.wall = WallTimes(self.device)
+            run.placed = self._placed() if not others and run.recording is None else None
+            if run.placed is None or run.placed.is_ordinary:
+                run.wall = WallTimes(self.device)
+        if run.placed is None and self.arena is not None:
+            self.arena.end()
         return run
 
     def _prepare(self, tensors: Sequence[Tensor], is_alone: bool) -> StepRun:
@@ -199,14 +205,23 @@ class Step:
             self.cuda_graphs, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
             return None
 
+    def _placed(self) -> PlacedRun | None:
+        """Return the run in this step's arena, which it has if torch's allocator held more than the budget."""
+        if self.report.held <= self.report.budget:
+            return None
+        self.arena = self.arena or StepArena(self.parts.halves, self.device, self.report.budget)
+        return self.arena.begin()
+
     def _record(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:
         roles = self.parts.roles
         return CudaGraphPair(self.parts.halves, self.parts.tier, tensors, roles.varying, roles.outputs, recorder)
 
-    def release_recording(self) -> None:
-        """Free a recording's memory, which another step needs."""
+    def release_memory(self) -> None:
+        """Free what a recording or an arena keeps between runs, which another step needs."""
         if self.cuda_graphs is not None:
             self.cuda_graphs.end()
+        if self.arena is not None:
+            self.arena.end()
 
     def finish(self, run: StepRun) -> None:
         """Close a run, and note what it took if it was measured."""
@@ -275,6 +290,8 @@ class Step:
     def current_report(self) -> Report:
         """The report, with the times of the latest steps."""
         report = self._with_guards() if self.parts.captured.guards else self.report
+        if self.arena is not None:
+            report = report.in_arena(self.arena.why_not, self.arena.taken)
         median_us = self.history.median_us
         if median_us is None:
             return report
@@ -311,6 +328,7 @@ class Step:
         history = StepHistory(self.history.looks, self.history.steps)
         report = report.after(self.report)
         step = Step(parts, report, replan=replan, on_measured=self._on_measured, history=history, warned=self.warned)
+        self.release_memory()
         if self.parts.state_slots is not None:
             self.parts.state_slots.release_to(parts.state_slots)
         return step

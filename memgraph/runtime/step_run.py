@@ -36,12 +36,22 @@ class RecordedStep(Protocol):
     def give_back(self) -> None: ...
 
 
+class PlacedRun(Protocol):
+    """The halves of a step in its arena, or noted for one; see `arena.py`."""
+
+    is_ordinary: bool  # its times are those of any run
+
+    def run(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Any]: ...
+    def end(self) -> None: ...
+
+
 class StepRun:
     """Runs the two halves of a step once."""
 
     # Defaults on the class: `close` reads them even if the tier had no lease left.
     lease: Lease | None = None
     recording: RecordedStep | None = None  # replayed instead of running op by op
+    placed: PlacedRun | None = None  # runs the halves where values have their places
     meter: Meter | None = None
     clock: Clock | None = None
     wall: AbstractContextManager[None] = nullcontext()  # times each half as a whole
@@ -234,6 +244,9 @@ class StepRun:
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.give_back()
+        placed, self.placed = self.placed, None
+        if placed is not None:
+            placed.end()
         meter, self.meter = self.meter, None
         return meter.allocated() if meter is not None and self.ended else None
 
@@ -245,6 +258,8 @@ class StepRun:
             return self.clock.run(half, values)
         if self.release_watcher is not None:
             return timing_ops(half, self.release_watcher)(half, values)
+        if self.placed is not None:
+            return self.placed.run(half, values)
         return half.forward(values)
 
     def _run_backward(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Tensor]:

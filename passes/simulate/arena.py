@@ -5,31 +5,32 @@
     c = mm(b, w)     # 2 MB, live from 2 to 3    ->   c at 6 MB       block 8 MB, live at once 8 MB, lost 0
     g = mul(c, a)    # 2 MB, live from 3 on           g at 0
 
-Largest first, each storage takes the smallest gap that it fits into, between the storages that are live while it is.
-Where that loses too much, the order of the large ones is changed at random, and kept if the block is not larger.  An
-allocator that learns of storages one by one can't do that.  `check` proves that no two live storages overlap.
+The block is filled from below.  Over time, what is placed so far has a skyline; its lowest part takes, of the storages
+that live within it, the one that lives longest.  If none does, the part is lifted to the lower of its neighbours.
+Where that loses too much, lifetimes get random weights, and the best placement is kept.  `check` proves that no two
+live storages overlap.
 
 Inputs are not in the block, for the caller has them: parameters, states, batch, and gradients that exist already.
+
+Source: Sekiyama, Imai, Negishi, Kawachiya: Profile-guided memory optimization for deep neural networks,
+arXiv:1804.10001.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from ..ir.arrays import Ints
+from ..ir.arrays import Floats, Ints
 from .forecast import Forecast
 
 ALIGNMENT = 512  # bytes: torch's CUDA allocator gives out multiples of it
-ROUNDS = 300  # of a search, where the first placements lose too much
+ROUNDS = 300  # of a search, where the first placement loses too much
 ENOUGH = 0.001  # of what is live at once may be lost
-LARGE = 128  # a slot is large with this part of what is live at once
-TRIED = 0.1  # of the moves that change no height are tried with all slots
-ENDLESS = np.iinfo(np.int64).max
+SPREAD, CHANGED = 0.3, 0.1  # of the weights: the most of a logarithm's deviation, and the share that is changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,6 @@ class Slot:
     @property
     def end(self) -> int:
         return self.address + self.nbytes
-
-
-# What comes first: the largest, what is large and lives long, or what lives longest.
-ORDERS: tuple[Callable[[Slot], tuple[int, ...]], ...] = (
-    lambda slot: (-slot.nbytes, slot.first - slot.last),
-    lambda slot: (-slot.nbytes * (slot.last - slot.first + 1),),
-    lambda slot: (slot.first - slot.last, -slot.nbytes),
-)
 
 
 @dataclass(frozen=True)
@@ -91,74 +84,91 @@ class Arena:
                 raise ValueError(f"{self.slots[int(np.argmax(meet))]} and {slot} are live at one op, and overlap")
 
 
-def place(forecast: Forecast, alignment: int = ALIGNMENT, rounds: int = ROUNDS) -> Arena:
-    """Return the block of a step, with the addresses of all that it allocates; `rounds` bound the search."""
-    slots = allocated(forecast, alignment)
-    live = _most_live(slots)
-    enough = int(live * (1 + ENOUGH))
-    orders = [_sorted(slots, first) for first in ORDERS]
-    packed = min((_packed(slots, order) for order in orders), key=lambda packed: packed.height)
-    if packed.height > enough:
-        packed = min(packed, _improved(slots, orders[0], live, enough, rounds), key=lambda packed: packed.height)
-    return Arena(tuple(replace(slot, address=at) for slot, at in zip(slots, packed.addresses.tolist(), strict=True)))
+def place(slots: Sequence[Slot], rounds: int = ROUNDS, seed: int = 0) -> Arena:
+    """Return the block of a step that allocates this, with all addresses.
 
-
-def _sorted(slots: Sequence[Slot], first: Callable[[Slot], tuple[int, ...]]) -> list[int]:
-    return sorted(range(len(slots)), key=lambda i: first(slots[i]))
+    Args:
+        rounds: bound the search.
+        seed: of random weights; without one, lifetimes as they are come first.
+    """
+    if not slots:
+        return Arena(())
+    first, last, nbytes = _arrays(slots)
+    enough = _most_live(slots) * (1 + ENOUGH)
+    length, draw = (last - first + 1).astype(float), np.random.default_rng(seed)
+    weights = np.exp(draw.normal(0, SPREAD * bool(seed), len(slots)))
+    best = _filled(first, last, nbytes, length * weights)
+    for i in range(rounds):
+        if best.height <= enough:
+            break
+        new = np.exp(draw.normal(0, SPREAD * draw.random(), len(slots)))
+        if i % 2:  # near the best ones
+            new = weights * np.where(draw.random(len(slots)) < CHANGED, new, 1.0)
+        filled = _filled(first, last, nbytes, length * new)
+        if filled.height <= best.height:
+            best, weights = filled, new
+    return Arena(tuple(replace(slot, address=at) for slot, at in zip(slots, best.addresses.tolist(), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
-    """Addresses, and the ends of the slots there."""
+class _Filled:
+    """A block with all slots in it."""
 
-    order: Sequence[int]
     addresses: Ints
-    ends: Ints
-
-    @property
-    def height(self) -> int:
-        return int(self.ends.max(initial=0))
+    height: int
 
 
-def _packed(slots: Sequence[Slot], order: Sequence[int]) -> _Packed:
-    addresses = _placed(slots, order)
-    return _Packed(order, addresses, addresses + _arrays(slots)[2])
-
-
-def _improved(slots: Sequence[Slot], order: Sequence[int], live: int, enough: int, rounds: int) -> _Packed:
-    """Move large slots to other places in the order, and keep what makes the block no larger.
-
-    The small ones follow. They fill gaps, and to place them takes most of the time.
-    """
-    large = [slots[i] for i in order if slots[i].nbytes * LARGE >= live]
-    draw, least = random.Random(0), _most_live(large)
-    best = _packed(slots, order)
-    now = _packed(large, range(len(large)))
-    for _ in range(rounds if large else 0):
-        new = _packed(large, _moved(now, least, draw))
-        if new.height > max(now.height, live):
-            continue
-        if new.height < now.height or draw.random() < TRIED:
-            whole = _packed(slots, [*(order[k] for k in new.order), *order[len(large) :]])
-            if whole.height > best.height and new.height >= now.height:
-                continue
-            best = min(best, whole, key=lambda packed: packed.height)
-            if best.height <= enough:
+def _filled(first: Ints, last: Ints, nbytes: Ints, rank: Floats) -> _Filled:
+    """Fill a block: of the slots that the lowest part of the skyline has room for, it takes that of highest rank."""
+    addresses, rank, skyline, height = np.zeros_like(first), rank.copy(), _Skyline(int(last.max()) + 1), 0
+    for _ in range(len(first)):
+        while True:
+            begin, end, low = skyline.lowest()
+            fitting = np.where((first >= begin) & (last < end), rank, 0.0)
+            chosen = int(fitting.argmax())
+            if fitting[chosen]:
                 break
-        now = new
-    return best
+            skyline.lift()
+        rank[chosen], addresses[chosen] = 0.0, low
+        skyline.put(int(first[chosen]), int(last[chosen]) + 1, low + int(nbytes[chosen]))
+        height = max(height, low + int(nbytes[chosen]))
+    return _Filled(addresses, height)
 
 
-def _moved(packed: _Packed, least: int, draw: random.Random) -> list[int]:
-    """Return the order with one slot elsewhere: any, or one that ends too high before others."""
-    order, high = list(packed.order), np.flatnonzero(packed.ends > least).tolist()
-    if high and draw.random() < 0.5:
-        at = order.index(draw.choice(high))
-        order.insert(draw.randrange(max(1, at)), order.pop(at))
-    else:
-        slot = order.pop(draw.randrange(len(order)))
-        order.insert(draw.randrange(len(order) + 1), slot)
-    return order
+class _Skyline:
+    """The height over time of what is placed, in parts of one height each."""
+
+    def __init__(self, end: int) -> None:
+        self.begins, self.heights, self.end = [0], [0], end
+
+    def lowest(self) -> tuple[int, int, int]:
+        """Return begin, end and height of the lowest part."""
+        self.at = self.heights.index(min(self.heights))
+        return self.begins[self.at], self._end(self.at), self.heights[self.at]
+
+    def lift(self) -> None:
+        """Lift the lowest part to the lower of its neighbours."""
+        self.heights[self.at] = min(
+            self.heights[max(self.at - 1, 0) : self.at] + self.heights[self.at + 1 : self.at + 2]
+        )
+        self._join(self.at)
+
+    def put(self, begin: int, end: int, height: int) -> None:
+        """Give some of the lowest part another height."""
+        low, low_end, low_height = self.begins[self.at], self._end(self.at), self.heights[self.at]
+        parts = [(low, low_height)] * (low < begin) + [(begin, height)] + [(end, low_height)] * (end < low_end)
+        self.begins[self.at : self.at + 1] = [begin for begin, _ in parts]
+        self.heights[self.at : self.at + 1] = [height for _, height in parts]
+        self._join(self.at + (low < begin))
+
+    def _end(self, at: int) -> int:
+        return self.begins[at + 1] if at + 1 < len(self.begins) else self.end
+
+    def _join(self, at: int) -> None:
+        """Make one part of this and of neighbours that are as high."""
+        for i in (at + 1, at):
+            if 0 < i < len(self.heights) and self.heights[i - 1] == self.heights[i]:
+                del self.begins[i], self.heights[i]
 
 
 def allocated(forecast: Forecast, alignment: int) -> tuple[Slot, ...]:
@@ -173,19 +183,6 @@ def allocated(forecast: Forecast, alignment: int) -> tuple[Slot, ...]:
     if forecast.staging:
         found.append(Slot("staging", forecast.staging, 0, len(trace.ops) - 1))
     return tuple(Slot(slot.name, -(-slot.nbytes // alignment) * alignment, slot.first, slot.last) for slot in found)
-
-
-def _placed(slots: Sequence[Slot], order: Sequence[int]) -> Ints:
-    """Return addresses: in this order, each slot takes the smallest gap between those that are live while it is."""
-    first, last, nbytes = _arrays(slots)
-    addresses = np.full(len(slots), -1, dtype=np.int64)
-    for i in order:
-        beside = np.flatnonzero((addresses >= 0) & (first <= last[i]) & (last >= first[i]))
-        beside = beside[np.argsort(addresses[beside], kind="stable")]
-        begins = np.concatenate(([0], np.maximum.accumulate(addresses[beside] + nbytes[beside])))
-        gaps = np.append(addresses[beside], ENDLESS) - begins  # the last one is above all
-        addresses[i] = begins[np.argmin(np.where(gaps >= nbytes[i], gaps, ENDLESS))]
-    return addresses
 
 
 def _arrays(slots: Sequence[Slot]) -> tuple[Ints, Ints, Ints]:

@@ -39,14 +39,19 @@ class Block(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 def held(forecast: Forecast, expandable: bool = False) -> Held:
     """Return what the allocator holds for what a step allocates, with or without expandable segments."""
-    return _simulated(allocated(forecast, ALIGNMENT), expandable)
+    return simulated(allocated(forecast, ALIGNMENT), expandable)
 
 
-def _simulated(slots: Sequence[Slot], expandable: bool) -> Held:
-    pools = {is_small: _Pool(is_small, expandable) for is_small in (True, False)}
+def simulated(slots: Sequence[Slot], expandable: bool = False) -> Held:
+    """Return what it holds for storages with these lifetimes."""
+    pools = {is_small: Pool(is_small, expandable) for is_small in (True, False)}
     begins, ends = defaultdict(list), defaultdict(list)
     for slot in slots:
         begins[slot.first].append(slot)
@@ -57,16 +62,16 @@ def _simulated(slots: Sequence[Slot], expandable: bool) -> Held:
         for slot in ends[op]:
             block = blocks.pop(slot)
             pools[slot.nbytes <= SMALL].release(block)
-            live, given = live - slot.nbytes, given - (block.end - block.begin)
+            live, given = live - slot.nbytes, given - block.nbytes
         for slot in begins[op]:
             block = blocks[slot] = pools[slot.nbytes <= SMALL].take(slot.nbytes)
-            live, given = live + slot.nbytes, given + (block.end - block.begin)
+            live, given = live + slot.nbytes, given + block.nbytes
         most_live, most_given = max(most_live, live), max(most_given, given)
     return Held(most_live, most_given, sum(sum(pool.segments) for pool in pools.values()))
 
 
 @dataclass
-class _Pool:
+class Pool:
     """The segments for small or for large requests, and their free blocks, the smallest first."""
 
     is_small: bool
@@ -76,15 +81,32 @@ class _Pool:
     by_begin: dict[tuple[int, int], Block] = field(default_factory=dict)
     by_end: dict[tuple[int, int], Block] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, nbytes: int, expandable: bool) -> Pool:
+        """Return a pool for large requests with one segment, which is free."""
+        pool = cls(False, expandable, [nbytes])
+        pool.release(Block(0, 0, nbytes))
+        return pool
+
+    def copy(self) -> Pool:
+        """Return a pool in the same state."""
+        lists, indexes = ([*self.segments], [*self.free]), (dict(self.by_begin), dict(self.by_end))
+        return Pool(self.is_small, self.expandable, *lists, *indexes)
+
+    def smallest(self, nbytes: int) -> Block | None:
+        """Return the smallest free block that is large enough, the one that a request for so much begins in."""
+        i = bisect_left(self.free, (nbytes,))
+        return self.free[i][1] if i < len(self.free) else None
+
     def take(self, nbytes: int) -> Block:
         """Return the smallest free block that is large enough, or a part of it."""
-        i = bisect_left(self.free, (nbytes,))
-        if i == len(self.free):
+        block = self.smallest(nbytes)
+        if block is None:
             self._grow(nbytes)
-            i = bisect_left(self.free, (nbytes,))
-        block = self.free[i][1]
+            block = self.smallest(nbytes)
+            assert block is not None
         self._forget(block)
-        rest = block.end - block.begin - nbytes
+        rest = block.nbytes - nbytes
         if rest > (SMALL if not self.is_small and not self.expandable else 0):
             self.release(Block(block.segment, block.begin + nbytes, block.end))
             return block._replace(end=block.begin + nbytes)
@@ -100,25 +122,30 @@ class _Pool:
             self._forget(behind)
             end = behind.end
         joined = Block(segment, begin, end)
-        insort(self.free, (end - begin, joined))
+        insort(self.free, (joined.nbytes, joined))
         self.by_begin[segment, begin] = self.by_end[segment, end] = joined
 
     def _grow(self, nbytes: int) -> None:
         """Take a segment from the device; an expandable one grows at its end, where it may have a free block."""
         page = SMALL_SEGMENT if self.is_small else SEGMENT
         if not self.expandable:
-            self.segments.append(page if nbytes < LARGE else _up(nbytes, SMALL_SEGMENT))
+            self.segments.append(page if nbytes < LARGE else whole_segment(nbytes, False))
             self.release(Block(len(self.segments) - 1, 0, self.segments[-1]))
             return
         end = self.segments[0] if self.segments else 0
         last = self.by_end.get((0, end))
-        more = _up(nbytes - (last.end - last.begin if last else 0), page)
+        more = _up(nbytes - (last.nbytes if last else 0), page)
         self.segments = [end + more]
         self.release(Block(0, end, end + more))
 
     def _forget(self, block: Block) -> None:
-        self.free.pop(bisect_left(self.free, (block.end - block.begin, block)))
+        self.free.pop(bisect_left(self.free, (block.nbytes, block)))
         del self.by_begin[block.segment, block.begin], self.by_end[block.segment, block.end]
+
+
+def whole_segment(nbytes: int, expandable: bool) -> int:
+    """Return the bytes of a segment for so large a request: whole pages of the device."""
+    return _up(nbytes, SEGMENT if expandable else SMALL_SEGMENT)
 
 
 def _up(nbytes: int, unit: int) -> int:

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import Forecast, Link, Machine, Trace, apply, make_plan, parse, predict
-from passes.simulate.arena import ALIGNMENT, Arena, place
+from passes.simulate.arena import ALIGNMENT, Arena, allocated, place
 from tests.support.strategies import machines, planned
 
 GOLDEN = Path(__file__).parents[3] / "benchmarks" / "golden"
@@ -32,14 +32,14 @@ def lines_of(arena: Arena) -> str:
 
 
 def test_storages_and_workspaces_have_addresses_and_inputs_have_none() -> None:
-    arena = place(predict(STEP, Machine(0)), alignment=1)
+    arena = place(allocated(predict(STEP, Machine(0)), 1))
     assert_expected_inline(
         lines_of(arena) + f"block {arena.nbytes}, live {arena.live}, lost {arena.lost}\n",
         """\
 a: 0 to 4, ops 1 to 4
-b: 7 to 9, ops 2 to 3
-c: 9 to 11, ops 3 to 4
-workspace of c: 4 to 7, ops 3 to 3
+b: 4 to 6, ops 2 to 3
+c: 6 to 8, ops 3 to 4
+workspace of c: 8 to 11, ops 3 to 3
 g: 4 to 6, ops 4 to 4
 block 11, live 11, lost 0
 """,
@@ -51,11 +51,11 @@ def test_no_two_live_storages_overlap(step: tuple[Trace, tuple[object, ...]], ma
     """And the block has all bytes that the forecast counts beside inputs, with windows and staging."""
     trace, plan = step
     forecast = predict(apply(trace, plan), machine)  # type: ignore[arg-type]
-    arena = place(forecast, alignment=1, rounds=5)
+    arena = place(allocated(forecast, 1), rounds=5)
     arena.check()
     assert all(slot.address >= 0 for slot in arena.slots)
     assert arena.live <= arena.nbytes and arena.live == most_allocated(forecast)
-    aligned = place(forecast, rounds=0)
+    aligned = place(allocated(forecast, ALIGNMENT), rounds=0)
     aligned.check()
     assert all(slot.address % ALIGNMENT == slot.nbytes % ALIGNMENT == 0 for slot in aligned.slots)
 
@@ -70,14 +70,14 @@ def most_allocated(forecast: Forecast) -> int:
 
 
 def test_storages_that_overlap_are_found() -> None:
-    arena = place(predict(STEP, Machine(0)))
+    arena = place(allocated(predict(STEP, Machine(0)), ALIGNMENT))
     moved = tuple(replace(slot, address=0) for slot in arena.slots)
     with pytest.raises(ValueError, match=r"Slot\(name='a', .* are live at one op, and overlap"):
         Arena(moved).check()
 
 
 def test_an_address_is_taken_again_once_it_is_free() -> None:
-    arena = place(predict(STEP, Machine(0)), alignment=1)
+    arena = place(allocated(predict(STEP, Machine(0)), 1))
     late = {slot.name: slot for slot in arena.slots}
     assert late["g"].address < late["b"].end and arena.nbytes < sum(slot.nbytes for slot in arena.slots)
 
@@ -93,6 +93,6 @@ def test_at_most_a_hundredth_of_the_peak_is_lost(name: str, share: float) -> Non
             plain.peak - int((1 - share) * most_allocated(plain)), link=Link(out=22e3, back=22e3, capacity=1 << 50)
         )
         forecast = make_plan(trace, machine, seconds=0.5).forecast
-    arena = place(forecast)
+    arena = place(allocated(forecast, ALIGNMENT))
     arena.check()
     assert arena.lost <= 0.01 * forecast.peak

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from passes import Machine, parse, predict
 from passes.simulate.arena import Slot
-from passes.simulate.caching_allocator import Held, _Pool, _simulated, held
+from passes.simulate.caching_allocator import Held, Pool, held, simulated
 
 MB = 1 << 20
 
@@ -31,7 +31,7 @@ def slots(*lives: tuple[int, int, int]) -> list[Slot]:
     ],
 )
 def test_what_is_held(lives: list[tuple[int, int, int]], expandable: bool, expected: Held) -> None:
-    assert _simulated(slots(*lives), expandable) == expected
+    assert simulated(slots(*lives), expandable) == expected
 
 
 LIVES = st.lists(
@@ -46,7 +46,7 @@ LIVES = st.lists(
 def test_no_more_is_given_out_than_is_held_and_no_less_than_is_live(
     lives: list[tuple[int, int, int]], expandable: bool
 ) -> None:
-    found = _simulated(slots(*lives), expandable)
+    found = simulated(slots(*lives), expandable)
     assert found.live <= found.given <= found.reserved
     if expandable:
         assert found.given == found.live
@@ -54,7 +54,7 @@ def test_no_more_is_given_out_than_is_held_and_no_less_than_is_live(
 
 @given(st.lists(st.integers(1, 1 << 16), max_size=30), st.booleans(), st.randoms(use_true_random=False))
 def test_all_free_blocks_of_a_segment_join(sizes: list[int], expandable: bool, draw: object) -> None:
-    pool = _Pool(False, expandable)
+    pool = Pool(False, expandable)
     blocks = [pool.take(512 * size) for size in sizes]
     draw.shuffle(blocks)  # type: ignore[attr-defined]
     for block in blocks:

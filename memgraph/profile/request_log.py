@@ -1,0 +1,99 @@
+"""Note the requests of a step's ops to torch's CUDA allocator, in order.
+
+    log.begin_half(); run the half, with log.note(name) behind each op
+    log.end()   ->   Event(op 1, request 0, 4194304 bytes), Event(op 2, request 0, 0 bytes: freed), ...
+
+The allocator keeps a history of its own. A mark in it, behind each op, is a block on a stream where nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from passes.simulate.arena import ALIGNMENT
+from passes.simulate.spacers import Event
+
+ENTRIES = 10_000_000  # of the history, more than a step has
+
+
+class Requests(NamedTuple):
+    """The requests of a run.
+
+    Attributes:
+        events: those of the ops, by the number of the op. What is requested between halves is left out.
+        ops: the half and the name of each op; what is between halves has no name.
+        live: the most bytes that they had at once.
+        expandable: the allocator has expandable segments.
+    """
+
+    events: list[Event]
+    ops: list[tuple[int, str]]
+    live: int
+    expandable: bool
+
+
+def why_not_logged(device: torch.device) -> str:
+    """Return why requests can't be noted; empty if they can."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return f"the allocator is {torch.cuda.get_allocator_backend()}, and not torch's own"
+    if torch._C._cuda_isHistoryEnabled():
+        return "the history of torch's allocator is being recorded"
+    return ""
+
+
+class RequestLog:
+    """The requests of one run on a device, on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._ops, self._half = device, list[tuple[int, str]](), -1
+        self._stream = torch.cuda.current_stream(device).cuda_stream
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=ENTRIES)
+
+    def begin_half(self) -> None:
+        """Mark the beginning of a half."""
+        self._half += 1
+        self.note("")
+
+    def note(self, name: str) -> None:
+        """Mark the end of an op."""
+        self._ops.append((self._half, name))
+        with torch.cuda.stream(_mark_stream(self.device)):
+            torch.empty(1, dtype=torch.uint8, device=self.device)
+
+    def end(self) -> Requests:
+        """Stop the history, and return the requests."""
+        snapshot: Any = torch.cuda.memory._snapshot(self.device)
+        torch.cuda.memory._record_memory_history(None)
+        events = self._events(snapshot["device_traces"][self.device.index or 0])
+        return Requests(events, self._ops, _most(events), bool(snapshot["allocator_settings"]["expandable_segments"]))
+
+    def _events(self, history: Sequence[dict[str, Any]]) -> list[Event]:
+        mark = _mark_stream(self.device).cuda_stream
+        found, live, op = list[Event](), dict[int, int](), 0
+        for entry in history:
+            if entry["action"] == "alloc" and entry["stream"] == mark:
+                op += 1
+            elif op == len(self._ops):
+                break  # behind the last half
+            elif entry["action"] == "alloc" and entry["stream"] == self._stream and self._ops[op][1]:
+                live[entry["addr"]] = len(found)
+                found.append(Event(op, len(found), -(-max(entry["size"], 1) // ALIGNMENT) * ALIGNMENT))
+            elif entry["action"] == "free_completed" and entry["addr"] in live:
+                found.append(Event(op, live.pop(entry["addr"]), 0))
+        return found
+
+
+def _most(events: Sequence[Event]) -> int:
+    """Return the most bytes that requests have at once."""
+    nbytes = {event.request: event.nbytes for event in events if event.nbytes}
+    return max(accumulate((event.nbytes or -nbytes[event.request] for event in events), initial=0))
+
+
+@cache
+def _mark_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,213 @@
+"""Run a step of a GPU in one block of memory, where each value has its address from an arena.
+
+    a run is noted     the requests of its ops, and so the spacers that bring them to their addresses
+    later runs              mm = op_aten_mm_default(x, w);  x = None
+                       ->   memgraph_held = memgraph_hold(3)
+                            mm = op_aten_mm_default(x, w);  x = None;  memgraph_held = None
+
+The block is a pool of torch's allocator, so a request that was not noted gets memory as ever. If the pool has to grow,
+the step leaves its arena. A run that begins while results of the last one are held takes place outside, and the block
+goes back to the device when these are freed.
+
+See passes/simulate/spacers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.simulate.spacers import Guide, Spacer, guide
+
+from ..graph.halves.edited_code import run_edited
+from ..graph.halves.partition import Partition
+from ..profile.request_log import RequestLog, Requests, why_not_logged
+from ..profile.step_timer import timing_ops
+
+MOST_HELD = 3  # blocks that are given up since results of a run are held in them
+Code = Callable[[fx.GraphModule, list[Any]], Iterable[Any]]
+
+
+class StepArena:
+    """The arena of one step: a run is noted, and the next ones take place in it.
+
+    Attributes:
+        why_not: why the step is not in its arena; empty while it is, or may come to be.
+        taken: the most bytes that all blocks of the device had, and that the allocator held, in the first run inside.
+    """
+
+    def __init__(self, halves: Partition, device: torch.device, budget: int) -> None:
+        self.halves = [half for half in (halves.forward, halves.backward) if half is not None]
+        self.device, self.budget = device, budget
+        self.why_not = why_not_logged(device)
+        self.taken: tuple[int, int] | None = None
+        self._guide: Guide | None = None
+        self._code: dict[fx.GraphModule, Code] = {}
+        self._block: ArenaBlock | None = None
+        self._held_blocks = 0
+        self._is_busy = False
+        self._grown = 0  # bytes that the pool has beside its block
+
+    def begin(self) -> NotedRun | RunInArena | None:
+        """Return the run that is noted, or one in the arena; None for one outside."""
+        if self.why_not or self._is_busy:
+            return None
+        if self._guide is None:
+            self._is_busy = True
+            return NotedRun(self)
+        block = self._empty_block(self._guide.block)
+        if block is None:
+            return None
+        self._is_busy = True
+        return RunInArena(self, block, self._code)
+
+    def end(self) -> None:
+        """Give the block back to the device, which needs it for what runs outside."""
+        block = None if self._is_busy else self._block
+        if block is not None:
+            self._block = None
+            self._held_blocks += block.is_held
+        if self._held_blocks == MOST_HELD:
+            self._leave("gradients or outputs of a run are held when another one begins")
+
+    def close_noted(self, requests: Requests | None, allocated: int) -> None:
+        """End the run that was noted, before which so many bytes were allocated.
+
+        `requests` are None if the run had other halves, or did not come to its end.
+        """
+        self._is_busy = False
+        if requests is None:
+            return
+        if requests.expandable:
+            self._leave("segments are expandable, and torch can't free a pool of these")
+            return
+        self._guide = found = guide(requests.events, limit=max(self.budget - allocated, requests.live))
+        hold = partial(_hold, found.spacers, self.device)
+        for i, half in enumerate(self.halves):
+            places = {requests.ops[op][1]: op for op in found.spacers if requests.ops[op][0] == i}
+            self._code[half] = run_edited(half, partial(_with_spacers, places), memgraph_hold=hold)
+
+    def close_run(self, grown: int, taken: tuple[int, int]) -> None:
+        """End a run in the arena, in which the pool has grown by so many bytes."""
+        assert self._guide is not None
+        self._is_busy = False
+        self.taken = self.taken or taken
+        self._grown += grown
+        if self._grown > self._guide.reserved - self._guide.block:
+            self._leave("a run asked for other memory than the one that was noted")
+
+    def _empty_block(self, nbytes: int) -> ArenaBlock | None:
+        """Return the block, if nothing is in it."""
+        if self._block is not None and self._block.is_held:
+            self.end()
+            return None
+        if self._block is None:
+            torch.cuda.empty_cache()  # of what runs outside have left
+            self._grown = 0
+            try:
+                self._block = ArenaBlock(nbytes, self.device)
+            except torch.OutOfMemoryError:
+                self._leave(f"the device has no block of {nbytes} bytes")
+        return self._block
+
+    def _leave(self, why: str) -> None:
+        self.why_not, self._block = why, None
+        self._code.clear()
+
+
+class ArenaBlock:
+    """A pool of torch's allocator with one free block."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.MemPool(use_on_oom=True)
+        with self.used():
+            block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.begin, self.end = block.data_ptr(), block.data_ptr() + nbytes
+        self.results: list[StorageWeakRef] = []
+
+    def used(self) -> Any:
+        """Allocate from the block."""
+        return torch.cuda.use_mem_pool(self.pool, self.device)
+
+    @property
+    def is_held(self) -> bool:
+        """True if results of the last run are still there."""
+        return not all(result.expired() for result in self.results)
+
+    def note(self, results: Iterable[Any]) -> None:
+        """Note the results of a half that are in the block."""
+        storages = (result.untyped_storage() for result in results if isinstance(result, Tensor))
+        self.results += [StorageWeakRef(each) for each in storages if self.begin <= each.data_ptr() < self.end]
+
+
+class NotedRun:
+    """A run whose requests are noted."""
+
+    is_ordinary = False
+
+    def __init__(self, arena: StepArena) -> None:
+        self.arena, self.ran = arena, list[fx.GraphModule]()
+        self.allocated = torch.cuda.memory_allocated(arena.device)
+        self.log = RequestLog(arena.device)
+
+    def run(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Any]:
+        """Run a half."""
+        self.ran.append(half)
+        self.log.begin_half()
+        return timing_ops(half, self.log.note)(half, values)
+
+    def end(self) -> None:
+        """End the run."""
+        requests = self.log.end()
+        self.arena.close_noted(requests if self.ran == self.arena.halves else None, self.allocated)
+
+
+class RunInArena:
+    """A run in the block."""
+
+    is_ordinary = True
+
+    def __init__(self, arena: StepArena, block: ArenaBlock, code: Mapping[fx.GraphModule, Code]) -> None:
+        self.arena, self.block, self.code = arena, block, code
+        self.grown = 0
+        block.results = []
+        if arena.taken is None:
+            torch.cuda.reset_peak_memory_stats(block.device)
+
+    def run(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Any]:
+        """Run a half; one that was not noted runs outside."""
+        if half not in self.code:
+            return half.forward(values)
+        with self.block.used():
+            before = _held_nbytes(self.block.device)
+            results = tuple(self.code[half](half, values))
+            self.grown += _held_nbytes(self.block.device) - before
+        self.block.note(results)
+        return results
+
+    def end(self) -> None:
+        """End the run."""
+        stats = torch.cuda.memory_stats(self.block.device)
+        taken = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        self.arena.close_run(self.grown, taken)
+
+
+def _with_spacers(ops: Mapping[str, int], name: str, line: str) -> str:
+    """Hold the spacers of an op while it runs."""
+    return f"    memgraph_held = memgraph_hold({ops[name]})\n{line};  memgraph_held = None" if name in ops else line
+
+
+def _hold(spacers: Mapping[int, Sequence[Spacer]], device: torch.device, op: int) -> list[Tensor]:
+    """Allocate the spacers of an op, and return those that are kept until it has run."""
+    held = [(torch.empty(spacer.nbytes, dtype=torch.uint8, device=device), spacer.kept) for spacer in spacers[op]]
+    return [block for block, kept in held if kept]
+
+
+def _held_nbytes(device: torch.device) -> int:
+    """Return the bytes of all segments for large requests."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["large_pool"]["current"])

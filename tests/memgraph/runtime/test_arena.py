@@ -1,0 +1,223 @@
+"""A step in an arena: ops run behind their spacers, and what is not as noted ends it with a reason.
+
+torch's CUDA allocator is played by stand-ins; tests/gpu/test_arena.py has the real one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.profile import request_log
+from memgraph.profile.request_log import RequestLog, Requests
+from memgraph.runtime import arena
+from memgraph.runtime.arena import MOST_HELD, StepArena
+from memgraph.runtime.step import Step
+from passes.simulate.spacers import Event, Guide, Spacer
+
+CPU = torch.device("cpu")
+OTHER = "a run asked for other memory than the one that was noted"
+
+
+class Allocator:
+    """A stand-in for torch's allocator: spacers that are held, a block, and how much the pool has."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[str, list[Any]]] = []
+        self.pool, self.blocks, self.is_held = 100, 0, False
+
+
+class Log:
+    """A log that notes names only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.ops: list[tuple[int, str]] = []
+        self.half = -1
+
+    def begin_half(self) -> None:
+        self.half += 1
+        self.note("")
+
+    def note(self, name: str) -> None:
+        self.ops.append((self.half, name))
+
+    def end(self) -> Requests:
+        return Requests([Event(op, op, 4 << 20) for op in range(len(self.ops))], self.ops, 4 << 20, expandable=False)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """A step on a CPU whose arena has these stand-ins."""
+    played = Allocator()
+
+    class Block:
+        device, results = CPU, list[Any]()
+
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            played.blocks += 1
+
+        @property
+        def is_held(self) -> bool:
+            return played.is_held
+
+        def note(self, results: Any) -> None:
+            pass
+
+        @contextmanager
+        def used(self) -> Iterator[None]:
+            yield
+
+    def guide(events: Any, limit: int) -> Guide:
+        return Guide(64, {event.op: (Spacer(512, True), Spacer(512, False)) for event in events}, 64, 64, 64, 0)
+
+    def hold(spacers: Any, device: torch.device, op: int) -> list[Any]:
+        block = [torch.empty(1)]
+        played.held.append((str(op), [weakref.ref(block[0])]))
+        return block
+
+    for name, stand_in in {"ArenaBlock": Block, "RequestLog": Log, "guide": guide, "_hold": hold}.items():
+        monkeypatch.setattr(arena, name, stand_in)
+    monkeypatch.setattr(arena, "why_not_logged", lambda device: "")
+    monkeypatch.setattr(arena, "_held_nbytes", lambda device: played.pool)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7, "reserved_bytes.all.peak": 9}
+    )
+
+    def placed(step: Step) -> Any:
+        step.arena = step.arena or StepArena(step.parts.halves, CPU, 1 << 30)
+        return step.arena.begin()
+
+    monkeypatch.setattr(Step, "_placed", placed)
+    return played
+
+
+def trained(model: nn.Module, called: Callable[..., Tensor], steps: int = 1) -> list[Tensor]:
+    facts = []
+    for step in range(steps):
+        loss = called(torch.linspace(-1, 1, 32).view(4, 8) * (step + 1)).sum()
+        loss.backward()
+        facts += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad(set_to_none=True)
+    return facts
+
+
+def subject() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def in_arena() -> tuple[nn.Module, Any]:
+    """Return a model and its compiled module, whose next run is in the arena."""
+    model = subject()
+    ours = memgraph.compile(model, "1GB")
+    trained(model, ours, 3)  # measured, timed, noted
+    return model, ours
+
+
+def test_each_op_runs_behind_its_spacers_and_bits_are_eagers(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    assert not allocator.held
+    plain = subject()
+    found, expected = trained(model, ours), trained(plain, plain)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert len(allocator.held) > 10 and allocator.blocks == 1
+    assert not any(ref() for _, refs in allocator.held for ref in refs), "spacers are freed behind their op"
+    assert "in an arena: one block" in str(ours.plan)
+    assert (ours.plan.blocks, ours.plan.held) == (7, 9)
+
+
+def test_spacers_are_held_while_their_op_runs(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ours = in_arena()
+    code = ours._latest.arena._code[ours._latest.arena.halves[0]]
+    alive = []
+
+    def relu(x: Tensor) -> Tensor:
+        alive.append([ref() is not None for _, refs in allocator.held for ref in refs])
+        return torch.relu(x)
+
+    monkeypatch.setitem(code.__globals__, "op_aten_relu_default", relu)
+    trained(model, ours)
+    assert alive and alive[0][-1] and not any(alive[0][:-1])
+
+
+def test_a_pool_that_grows_ends_the_arena(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ours = in_arena()
+    grown = iter(range(100, 10_000))
+    monkeypatch.setattr(arena, "_held_nbytes", lambda device: next(grown))
+    plain = subject()
+    assert all(map(torch.equal, trained(model, ours, 3), trained(plain, plain, 3)))
+    assert ours.plan.arena == f"not in an arena: {OTHER}"
+
+
+def test_results_that_stay_end_the_arena(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    trained(model, ours)
+    allocator.is_held = True
+    trained(model, ours, 2 * MOST_HELD)
+    assert ours.plan.arena == "not in an arena: gradients or outputs of a run are held when another one begins"
+    assert allocator.blocks == MOST_HELD
+
+
+def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator) -> None:
+    model = subject()
+    ours = memgraph.compile(model, "1GB")
+    trained(model, ours, 2)
+    ours(torch.ones(4, 8))  # has no backward
+    trained(model, ours)
+    assert ours._latest.arena._guide is not None and not allocator.held
+    trained(model, ours)
+    assert allocator.held
+
+
+def test_other_steps_get_the_block(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    trained(model, ours)
+    assert ours._latest.arena._block is not None
+    step = ours._latest
+    with torch.no_grad():
+        ours(torch.ones(2, 8))
+    assert step.arena._block is None
+    trained(model, ours)
+    assert allocator.blocks == 2
+
+
+def test_segments_that_are_expandable_and_other_allocators_are_a_reason(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Log, "end", lambda log: Requests([], log.ops, 0, expandable=True))
+    _, ours = in_arena()
+    assert "segments are expandable" in ours.plan.arena
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert request_log.why_not_logged(CPU) == "the allocator is cudaMallocAsync, and not torch's own"
+
+
+def test_a_history_is_read_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are on stream 9. What is requested between halves, on other streams, or behind the last op is left out."""
+    log = RequestLog.__new__(RequestLog)
+    log.device, log._stream = CPU, 0
+    log._ops = [(0, ""), (0, "mm"), (0, "relu"), (1, ""), (1, "mul")]
+    monkeypatch.setattr(request_log, "_mark_stream", lambda device: type("Stream", (), {"cuda_stream": 9}))
+
+    def alloc(addr: int, size: int, stream: int = 0) -> dict[str, Any]:
+        return {"action": "alloc", "addr": addr, "size": size, "stream": stream}
+
+    def free(addr: int) -> dict[str, Any]:
+        return {"action": "free_completed", "addr": addr, "size": 0, "stream": 0}
+
+    mark = alloc(99, 1, 9)
+    history = [
+        alloc(1, 512), mark, alloc(2, 1000), alloc(3, 8, 5), mark, alloc(4, 0), free(2), mark, alloc(5, 512), free(4), mark,
+        alloc(2, 513), mark, free(2),
+    ]  # fmt: skip
+    assert log._events(history) == [
+        Event(1, 0, 1024), Event(2, 1, 512), Event(2, 0, 0), Event(3, 1, 0), Event(4, 4, 1024),
+    ]  # fmt: skip
