@@ -128,7 +128,7 @@ def eager_value_decompositions() -> Iterator[None]:
 def eager_casts(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Let `module.to(dtype)` in forward be nothing where all tensors have the type, and refuse it elsewhere.
 
-    A module without parameters that is none of the model's `parts` is made in each forward, and cast in each.
+    A module that is not one of the model's `parts` is made in each forward. Without parameters it is cast in each.
     """
     plain: Callable[..., nn.Module] = nn.Module._apply
     lasting = {id(part) for part in parts}
