@@ -6,7 +6,7 @@ BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
 CUDA_READY = .venv-cuda/ready
 CUDA_TORCH = torch==2.14.1
-CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil transformers
+CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow transformers
 
 WITHIN ?= 720
 

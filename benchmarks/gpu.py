@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu [--part NAME ...] [--seconds 420] [--laps 10] [--toy]
 
-Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
-eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
-the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB and by a plain
-rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written after each row,
-and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough for a CPU.
+Kernels, copies, an update of states in pinned memory and the prices of ops come first, then blocks of GPT2-XL and
+Llama-8B, in bfloat16: eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on
+the CPU, and memgraph at the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB
+and by a plain rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written
+after each row, and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough
+for a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import bandwidth, beside, updates, whole
+from benchmarks import bandwidth, beside, prices, updates, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
@@ -34,9 +35,9 @@ from benchmarks.records import Run
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
 STEPS = 3  # that are timed
-FIGURES = ("kernels", "copies", "updates")
+FIGURES = ("kernels", "copies", "updates", "prices")
 PARTS = (*FIGURES, *SHAPES, *whole.SEVEN.parts)
-PART = 60.0  # seconds for the figures of kernels, of copies, and of updates
+PART = 60.0  # seconds for each of FIGURES
 
 
 def main(
@@ -100,6 +101,7 @@ def _figures(
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
         "updates": lambda: updates.rows(device),
+        "prices": lambda: prices.rows(device, {name: SHAPES[name].toy() if toy else SHAPES[name] for name in SHAPES}),
     }
     for name in (name for name in FIGURES if name in parts):
         found: list[Figure] = []

@@ -79,6 +79,7 @@ STAGES: Mapping[str, tuple[Unit, ...]] = {
         _figures("kernels", 120.0, 60.0),
         _figures("copies", 120.0, 60.0),
         _figures("updates", 120.0, 60.0),
+        _figures("prices", 120.0, 60.0),
         *(_figures(part, 500.0, 400.0) for part in ("gpt2-xl", "llama-8b", "7b-16GB", "7b-rule", "7b-8GB")),
     ),
 }

@@ -125,13 +125,18 @@ def eager_value_decompositions() -> Iterator[None]:
 
 
 @contextmanager
-def eager_casts() -> Iterator[None]:
-    """Let `module.to(dtype)` in forward be nothing where all tensors have the type, and refuse it elsewhere."""
+def eager_casts(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Let `module.to(dtype)` in forward be nothing where all tensors have the type, and refuse it elsewhere.
+
+    A module that is not one of the model's `parts` is made in each forward. Without parameters it is cast in each.
+    """
     plain: Callable[..., nn.Module] = nn.Module._apply
+    lasting = {id(part) for part in parts}
 
     def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        is_new = lasting.isdisjoint(map(id, module.modules())) and next(module.parameters(), None) is None
+        if is_new or not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return plain(module, convert, *args, **kwargs)
         with torch.no_grad():
             if all(convert(tensor) is tensor for tensor in tensors):

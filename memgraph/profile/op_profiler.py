@@ -3,11 +3,11 @@
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152), layout f32[16, 64, 32, 32] ...
 
 Each distinct op (target, shapes, strides, dtypes, constants, device) runs on generated values: once for its workspace,
-and several times for its time. It is timed by a single run if the time is not needed, or the time limit is reached, and
-by the run for its workspace if that is long. Results are cached in the process and on disk (MEMGRAPH_CACHE). Ops run
-one by one, so they need no more memory than the step does. An op that would not fit on the device does not run, and is
-priced by its flops and bytes. An op that exceeds the budget runs all the same, because its workspace has to be known,
-and the log says so.
+and several times for its time, with cold operands. It is timed by a single run if the time is not needed, or the time
+limit is reached, and by the run for its workspace if that is long. Results are cached in the process and on disk
+(MEMGRAPH_CACHE). Ops run one by one, so they need no more memory than the step does. An op that would not fit on the
+device does not run, and is priced by its flops and bytes. An op that exceeds the budget runs all the same, because its
+workspace has to be known, and the log says so.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
+from .cold_operands import cold_us
 from .divided_arguments import FILLERS, fill_divisions
 from .memory_meter import measure_peak, resident_bytes
 from .roofline import Rates, roofline, roofline_us
 from .sized_arguments import fill_for_sizes
 
 LOG = logging.getLogger(__name__)
-Timer = Callable[[Callable[[], object]], float]  # returns microseconds
+Timer = Callable[[Callable[[], object], int], float]  # of a run and its workspace; returns microseconds
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class OpProfiler:
     ) -> None:  # fmt: skip
         self.limit, self.until, self.times, self.counted = limit, until, times, counted
         self.room, self.modes = room, modes
+        self._most = limit if room is None else min(limit, room)
         self._is_logged = False
         self._flushes: dict[torch.device, Callable[[], object]] = {}
         self._on_disk: dict[str, Any] = {}  # what was read at once; None for what is not there
@@ -139,8 +141,8 @@ class OpProfiler:
                 self._cache(cache_key, _written(ran))
             op_cost = ran or op_cost
         if op_cost is None:
-            room = self.limit if self.room is None else min(self.limit, self.room)  # to measure the device's rates
-            return OpCost(Cost(roofline(node, _nbytes(node), room), _guessed_workspace(node)), None)
+            us = roofline(node, _nbytes(node), self._most)  # which measures the device's rates, if there is room
+            return OpCost(Cost(us, _guessed_workspace(node)), None)
         return _remember(key, op_cost)
 
     def _cached(self, key: str) -> Any:
@@ -170,7 +172,11 @@ class OpProfiler:
         device = _device(node)
         if device not in self._flushes:
             self._flushes[device] = flush_caches(device)
-        return partial(shortest_us, device=device, before=self._flushes[device], most=self._most_runs(node))
+        shortest = partial(shortest_us, device=device, before=self._flushes[device], most=self._most_runs(node))
+        if device.type != "cuda":
+            return lambda run, _: shortest(run)
+        nbytes = _nbytes(node)
+        return lambda run, workspace: cold_us(run, shortest(run), device, nbytes, self._most - nbytes - workspace)
 
     def _most_runs(self, node: fx.Node) -> int:
         """Return the runs for whose results there is room: glibc may place each of them beside the freed ones."""
@@ -335,12 +341,12 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
             return run_unprofiled(partial(_run_on, node, timer, number, truth))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_inputs(node) else []
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
+        workspace = block_nbytes(max(0, allocated.peak - nbytes), device)
         del result, results
         with keeping_freed_memory() if timer else nullcontext():
-            us = round(first_us, 1) if is_long else timer(run) if timer else round(timed_us(run, device)[1], 1)
+            us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
             del run, args, kwargs  # here, so that their memory is returned too
-        workspace = block_nbytes(max(0, allocated.peak - nbytes), device)
-        return OpCost(Cost(us, workspace), layouts, is_timed=is_long or timer is not None)
+        return OpCost(Cost(round(us, 1), workspace), layouts, is_timed=is_long or timer is not None)
 
 
 def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

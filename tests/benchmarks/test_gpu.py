@@ -44,7 +44,8 @@ def test_it_measures_prints_and_writes(
     assert len(ran) == 7 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
     assert [(row["model"], row["name"]) for row in ran if row["tokens"]] == [("7b", "memgraph"), ("7b", RULE)]
     assert not list(tmp_path.glob("cpu/*.new"))
-    assert any(figure["name"] == "cast to bf16" and figure["value"] > 0 for figure in written["figures"])
+    found = {figure["name"]: figure for figure in written["figures"]}
+    assert found["cast to bf16"]["value"] > 0 and found["prices of the ops of llama-8b"]["share"] > 0
     assert {"torch", "triton", "highspy", "date", "command"} <= written.keys()
     assert "memgraph" in shown and "cast to bf16" in shown and str(tmp_path) in shown.replace("\n", "")
 
@@ -101,7 +102,7 @@ def test_a_part_that_fails_is_a_figure_that_says_why(monkeypatch: pytest.MonkeyP
         raise ValueError("no")
 
     monkeypatch.setattr(bandwidth, "rows", fails)
-    found = gpu._figures(CPU, True, lambda: 60.0)
+    found = gpu._figures(CPU, True, lambda: 60.0, ["kernels"])
     assert [(figure.name, figure.unit) for figure in found] == [("kernels: ValueError: no", "failed")]
 
 
@@ -112,7 +113,7 @@ def test_a_part_that_hangs_is_a_figure_that_says_so_behind_those_that_it_has(mon
 
     monkeypatch.setattr(gpu, "PART", 1.0)  # until when a busy machine has come to the first
     monkeypatch.setattr(bandwidth, "rows", hangs)
-    found = gpu._figures(CPU, True, lambda: 60.0)
+    found = gpu._figures(CPU, True, lambda: 60.0, ["kernels"])
     assert [figure.name for figure in found] == ["copy", "kernels: Overtime: not done in 1 s"]
 
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
 from memgraph.planning import search
-from memgraph.profile import link_bandwidth
+from memgraph.profile import link_bandwidth, op_profiler
+from memgraph.profile.cold_operands import FLUSHED, cold_us
+from memgraph.profile.op_profiler import OpProfiler
 from memgraph.storage import pinned_tier
 from memgraph.storage.pinned_pool import PINNED_POOL
 from memgraph.storage.wire_cast import narrow, widen
@@ -113,3 +116,30 @@ def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
             narrow(there)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_the_buffer_that_flushes_the_cache_is_freed_and_in_no_workspace(
+    flushes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an op on 16 MB, which the cache holds."""
+    found = list[tuple[float, float]]()
+
+    def noted(run: Any, warm_us: float, *given: Any) -> float:
+        found.append((warm_us, cold_us(run, warm_us, *given)))
+        return found[0][1]
+
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(op_profiler, "_known", {})
+    monkeypatch.setattr(op_profiler, "cold_us", noted)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.relu.default, (x,))
+    with FakeTensorMode():
+        x.meta["val"], node.meta["val"] = (torch.empty(2 << 20, device=CUDA) for _ in range(2))
+    cache, before = torch.cuda.get_device_properties(CUDA).L2_cache_size, torch.cuda.memory_allocated(CUDA)
+    cost = OpProfiler(1 << 32, room=None if flushes else (16 << 20) + cache // 2)(node)
+    ((warm_us, us),) = found
+    assert (cost.us, cost.workspace) == (us, 0) and us >= warm_us > 0 and (flushes or us == warm_us)
+    assert torch.cuda.memory_allocated(CUDA) == before
+    assert (torch.cuda.max_memory_allocated(CUDA) - before >= FLUSHED * cache) is flushes

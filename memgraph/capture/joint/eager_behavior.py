@@ -24,7 +24,8 @@ from .prod_gradient import eager_prod_gradient
 @contextmanager
 def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapshot]:
     """Let ops and libraries do what they do in eager, and restore the module afterwards."""
-    scopes = OuterScopes.of(part for _, part in all_submodules(call.module))
+    parts = [part for _, part in all_submodules(call.module)]
+    scopes = OuterScopes.of(parts)
     with (
         AttributeSnapshot(call.module, call.tensors, scopes).restored_attributes() as before,
         drawing_in_trace(),
@@ -32,7 +33,7 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
-        eager_casts(),
+        eager_casts(parts),
         readable_lengths(),
         constant_transformers_checks(mode, call.tensors),
     ):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -25,33 +26,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PACKED_WEIGHTS = "cuDNN runs a recurrent layer on packed weights"
-_OWNERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (torch, ("_pack_padded_sequence", "_pad_packed_sequence", "ctc_loss", "tensor_split")),
-    (torch._VF, ("_pack_padded_sequence", "_pad_packed_sequence", *RECURRENT)),
-    (Tensor, ("tensor_split",)),
-)
-PLAIN = tuple((owner, name, getattr(owner, name)) for owner, names in _OWNERS for name in names)
 
 
 @contextmanager
 def readable_lengths() -> Iterator[None]:
-    """Replace the functions in this thread."""
-    thread, vf = get_ident(), torch._VF
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((owner, "_pack_padded_sequence", _pack) for owner in (torch, vf)),
-        *((owner, "_pad_packed_sequence", _pad) for owner in (torch, vf)),
-        (torch, "ctc_loss", partial(_ctc_loss, torch.ctc_loss)),
-        (torch, "tensor_split", partial(_tensor_split, torch.tensor_split)),
-        (Tensor, "tensor_split", partial(_tensor_split, Tensor.tensor_split)),
-        (FakeTensor, "__format__", _formatted),
-        *((vf, name, partial(_recurrent, getattr(vf, name))) for name in RECURRENT),
-    ]
+    """Replace the functions of READERS in this thread."""
+    thread = get_ident()
     with ExitStack() as stack:
-        for owner, name, function in replaced:
-            here = _in_thread(thread, function, getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, here))
+        for reader in READERS:
+            plain = getattr(reader.owner, reader.name)
+            here = _in_thread(thread, partial(reader.ask, plain), plain)
+            stack.enter_context(mock.patch.object(reader.owner, reader.name, here))
         yield
 
 
@@ -59,8 +45,8 @@ def readable_lengths() -> Iterator[None]:
 def lengths_as_in_eager() -> Iterator[None]:
     """Let torch's own functions read the host's memory in a block inside of `readable_lengths`."""
     with ExitStack() as stack:
-        for owner, name, function in PLAIN:
-            stack.enter_context(mock.patch.object(owner, name, function))
+        for reader in READERS:
+            stack.enter_context(mock.patch.object(reader.owner, reader.name, reader.plain))
         yield
 
 
@@ -73,7 +59,7 @@ def _in_thread(thread: int, function: Callable[..., Any], plain: Callable[..., A
     return call
 
 
-def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def _pack(_: object, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     values: list[int] = lengths.tolist()
     _refuse_lengths(values, input.shape[0 if batch_first else 1])
     sizes = batch_sizes_of(values)
@@ -94,7 +80,7 @@ def _refuse_lengths(lengths: Sequence[int], rows: int) -> None:
 
 
 def _pad(
-    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total_length: int
+    _: object, data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes: list[int] = batch_sizes.tolist()
     return PAD(data, sizes, batch_first, value, total_length), torch.tensor(lengths_of(sizes))
@@ -147,7 +133,32 @@ def _tensor_split(plain: Callable[..., Any], x: Tensor, parts: Any = None, dim: 
     return plain(x, parts.tolist() if isinstance(parts, Tensor) else parts, dim)
 
 
-def _formatted(x: Tensor, spec: str) -> str:
+def _formatted(_: object, x: Tensor, spec: str) -> str:
     """Write an integer by its value, as eager does; a number that is only logged is not asked for."""
     is_name = x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
     return format(x.item(), spec) if is_name else object.__format__(repr(x), spec)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A function of torch's that reads the host's memory, and what is called in its place: `ask(plain, *args)`."""
+
+    owner: Any
+    name: str
+    ask: Callable[..., Any]
+    plain: Callable[..., Any]
+
+
+READERS = tuple(
+    Reader(owner, name, ask, getattr(owner, name))
+    for ask, owners, names in (
+        (_pack, (torch, torch._VF), ("_pack_padded_sequence",)),
+        (_pad, (torch, torch._VF), ("_pad_packed_sequence",)),
+        (_recurrent, (torch._VF,), ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+        (_ctc_loss, (torch,), ("ctc_loss",)),
+        (_tensor_split, (torch, Tensor), ("tensor_split",)),
+        (_formatted, (FakeTensor,), ("__format__",)),
+    )
+    for owner in owners
+    for name in names
+)

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 import memgraph
 from memgraph.capture.capture import capture
+from memgraph.capture.values.host_lengths import READERS, lengths_as_in_eager, readable_lengths
 from tests.support.captured_calls import agrees
 
 BATCH, STEPS, WIDTH = 3, 5, 4
@@ -164,3 +165,13 @@ def test_functions_are_as_before_after_a_capture() -> None:
     before = torch.ctc_loss, torch.tensor_split, torch._VF.lstm, torch._VF._pack_padded_sequence
     capture(Reading(nn.LSTM), (rows(), torch.tensor([2, 5, 1])), {})
     assert before == (torch.ctc_loss, torch.tensor_split, torch._VF.lstm, torch._VF._pack_padded_sequence)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: f"{reader.owner.__name__}.{reader.name}")
+def test_what_is_replaced_is_torchs_own_in_a_part_that_runs_as_it_is(reader: Any) -> None:
+    with readable_lengths():
+        assert getattr(reader.owner, reader.name) != reader.plain
+        with lengths_as_in_eager():
+            assert getattr(reader.owner, reader.name) == reader.plain
+        assert getattr(reader.owner, reader.name) != reader.plain
+    assert getattr(reader.owner, reader.name) == reader.plain

@@ -131,6 +131,50 @@ def test_a_cast_that_changes_nothing_is_nothing() -> None:
     assert torch.equal(memgraph.compile(model, ROOM)(X), model(X))
 
 
+class Criterion(nn.Module):
+    """Weights that a detector makes and moves in each forward, as those of transformers do."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = torch.ones(4)
+        weights[-1] = 0.1
+        self.register_buffer("weights", weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weights).square().mean()
+
+
+class Detector(nn.Module):
+    """Casts a criterion that is new in each call, or one that stays."""
+
+    def __init__(self, stays: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.criterion = nn.Linear(32, 4), Criterion() if stays else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.criterion or Criterion()).to(torch.float64)(self.layer(x))
+        return y
+
+
+def test_a_module_that_is_made_in_forward_may_be_cast_in_each() -> None:
+    plain, model = Detector(stays=False), Detector(stays=False)
+    called = memgraph.compile(model, ROOM)
+    for x in (X, X + 1):
+        losses = [each(x) for each in (plain, called)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses) and losses[1].dtype == torch.float64
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_buffers_of_the_model_are_not_cast_in_forward() -> None:
+    with pytest.raises(memgraph.CaptureError, match="casts or moves the parameters of a Criterion"):
+        memgraph.compile(Detector(stays=True), ROOM)(X)
+
+
 def test_a_cast_of_parameters_in_forward_is_refused_by_what_is_cast() -> None:
     with pytest.raises(
         memgraph.CaptureError, match=r"casts or moves the parameters of a Linear.*run the plain module once"
