@@ -125,6 +125,9 @@ NAMES: Mapping[str, str] = {
 
 CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
     "torch._C._cuda_endAllocateToPool": "the allocator leaves the pool of a CUDA graph whose recording has failed",
+    "torch._C._cuda_isHistoryEnabled": "a history that the caller records is left alone",
+    "torch.cuda.memory._record_memory_history": "the requests of a step's ops are noted",
+    "torch.cuda.memory._snapshot": "has the history of requests",
 }
 
 LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules take long to import
