@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes import Trace
@@ -43,10 +43,10 @@ from ..system.setting import environment_key
 from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
 from .cold_operands import cold_us
-from .divided_arguments import FILLERS, fill_divisions
+from .divided_arguments import FILLERS
+from .generated_arguments import generated_arguments
 from .memory_meter import measure_peak, resident_bytes
 from .roofline import Rates, roofline, roofline_us
-from .sized_arguments import fill_for_sizes
 
 LOG = logging.getLogger(__name__)
 Timer = Callable[[Callable[[], object], int], float]  # of a run and its workspace; returns microseconds
@@ -66,9 +66,6 @@ class OpCost:
 LONG_US = 200_000.0
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
 _known: dict[str, OpCost] = {}
-
-# Arguments that are counts: a count of zero would give a workspace of zero.
-COUNTS = ("bag_size",)
 
 
 class OpProfiler:
@@ -347,53 +344,3 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
             us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
             del run, args, kwargs  # here, so that their memory is returned too
         return OpCost(Cost(round(us, 1), workspace), layouts, is_timed=is_long or timer is not None)
-
-
-def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
-    """Return the op's arguments, with generated tensors."""
-    fill = _fill_storage if node.target in COPY_STORAGES else _fill
-    counts = _counts(node)
-
-    def make(read: fx.Node) -> Any:
-        if "val" not in read.meta:  # replaces a generator of the module, whose state must not change
-            return torch.Generator(device)
-        integer = 1 if read in counts else number
-        generate = partial(_generated_tensor, fill=fill, number=integer, truth=truth)
-        return tree_map(lambda value: generate(value) if isinstance(value, Tensor) else value, read.meta["val"])
-
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), make)
-    fill_for_sizes(node.target, args, kwargs)
-    fill_divisions(node.target, args, kwargs)
-    return args, kwargs
-
-
-def _counts(node: fx.Node) -> set[object]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return set()
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    return {read for argument, read in arguments if argument.name in COUNTS and isinstance(read, fx.Node)}
-
-
-def _generated_tensor(fake: Tensor, fill: Callable[[Tensor, float], Tensor], number: int, truth: bool) -> Tensor:
-    """Return a real tensor like `fake`, with integers that are valid as indices."""
-    integer = float(truth if fake.dtype == torch.bool else number)
-    return fill(fake, 0.5 if fake.is_floating_point() else integer)
-
-
-def _fill(fake: Tensor, number: float) -> Tensor:
-    value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return _lazy(value.fill_(number), fake)
-
-
-def _lazy(value: Tensor, fake: Tensor) -> Tensor:
-    """Make the value lazily conjugated or negated like `fake`, because most ops then copy it first."""
-    value = value.conj() if fake.is_conj() else value
-    return torch._neg_view(value) if fake.is_neg() else value
-
-
-def _fill_storage(fake: Tensor, number: float) -> Tensor:
-    """Return a filled tensor at the offset of `fake`, in a storage of the same size."""
-    value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
-    numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
-    numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
-    return _lazy(numbers.fill_(number), fake)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...graph.nodes import tensors
 from ...graph.summarize import draws
-from ...profile.op_profiler import generated_arguments
+from ...profile.generated_arguments import generated_arguments
 
 FIXED = (  # ops whose number of draws follows from their shapes
     *("bernoulli", "bernoulli_", "native_dropout", "dropout", "rand", "rand_like", "uniform", "uniform_"),

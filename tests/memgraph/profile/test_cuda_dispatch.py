@@ -18,7 +18,7 @@ from memgraph.optim.offloaded_update import OffloadedUpdate
 from memgraph.optim.update_operands import PARAMETER, ParameterUpdate, UpdateOperand
 from memgraph.optim.window_plan import plan_windows
 from memgraph.planning import search
-from memgraph.profile import op_profiler
+from memgraph.profile import generated_arguments
 from tests.support.forced_plans import all_given_up
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,9 +42,9 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
     forward = node_of(graph, aten._scaled_dot_product_efficient_attention.default)
     assert [value.device for value in forward.meta["val"]] == [GPU, GPU, CPU, CPU]
     filled = list[Tensor]()
-    monkeypatch.setattr(op_profiler, "_fill", lambda fake, number: filled.append(fake))
+    monkeypatch.setattr(generated_arguments, "_fill", lambda fake, number: filled.append(fake))
     backward = node_of(graph, aten._scaled_dot_product_efficient_attention_backward.default)
-    op_profiler.generated_arguments(backward, GPU, 0, False)
+    generated_arguments.generated_arguments(backward, GPU, 0, False)
     assert [value.device for value in filled if value.dtype == torch.int64] == [CPU, CPU]
     assert backward.meta["val"][0].device == GPU
 

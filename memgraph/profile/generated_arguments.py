@@ -1,0 +1,87 @@
+"""Generate the arguments of an op, to run it alone.
+
+mm(f32[64, 32], f32[32, 8])          ->   numbers: 0.5, or drawn ones for products on a GPU
+index(f32[64, 32], i64[8])           ->   and integers that are valid as indices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ..graph.aten_shims import COPY_STORAGES
+from .divided_arguments import fill_divisions
+from .sized_arguments import fill_for_sizes
+
+DRAWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# Arguments that are counts: a count of zero would give a workspace of zero.
+COUNTS = ("bag_size",)
+
+
+def generated_arguments(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
+    """Return the op's arguments, with generated tensors."""
+    fill = _fill_storage if node.target in COPY_STORAGES else _fill
+    counts = _counts(node)
+
+    def make(read: fx.Node) -> Any:
+        if "val" not in read.meta:  # replaces a generator of the module, whose state must not change
+            return torch.Generator(device)
+        integer = 1 if read in counts else number
+        generate = partial(_generated_tensor, fill=fill, number=integer, truth=truth)
+        return tree_map(lambda value: generate(value) if isinstance(value, Tensor) else value, read.meta["val"])
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), make)
+    fill_for_sizes(node.target, args, kwargs)
+    fill_divisions(node.target, args, kwargs)
+    if device.type != "cpu" and getattr(node.target, "overloadpacket", None) in flop_registry:
+        randomize((args, kwargs), device)
+    return args, kwargs
+
+
+def randomize(arguments: Any, device: torch.device) -> None:
+    """Draw the numbers of a product: on equal ones a GPU takes less power, and so less time."""
+    generator = torch.Generator(device).manual_seed(0)
+    for value in tree_leaves(arguments):
+        if isinstance(value, Tensor) and value.dtype in DRAWN and value.device == device:
+            whole = torch.empty(0, dtype=value.dtype, device=device).set_(value.untyped_storage())
+            whole.normal_(generator=generator)  # of an expanded one, too
+
+
+def _counts(node: fx.Node) -> set[object]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return set()
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    return {read for argument, read in arguments if argument.name in COUNTS and isinstance(read, fx.Node)}
+
+
+def _generated_tensor(fake: Tensor, fill: Callable[[Tensor, float], Tensor], number: int, truth: bool) -> Tensor:
+    """Return a real tensor like `fake`, with integers that are valid as indices."""
+    integer = float(truth if fake.dtype == torch.bool else number)
+    return fill(fake, 0.5 if fake.is_floating_point() else integer)
+
+
+def _fill(fake: Tensor, number: float) -> Tensor:
+    value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return _lazy(value.fill_(number), fake)
+
+
+def _lazy(value: Tensor, fake: Tensor) -> Tensor:
+    """Make the value lazily conjugated or negated like `fake`, because most ops then copy it first."""
+    value = value.conj() if fake.is_conj() else value
+    return torch._neg_view(value) if fake.is_neg() else value
+
+
+def _fill_storage(fake: Tensor, number: float) -> Tensor:
+    """Return a filled tensor at the offset of `fake`, in a storage of the same size."""
+    value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
+    numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
+    numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+    return _lazy(numbers.fill_(number), fake)
