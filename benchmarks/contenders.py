@@ -29,6 +29,7 @@ OURS = (0.5, 0.25)  # of the compiled step's activations
 GRAPHED = "50%"  # beside which it is also run as CUDA graphs
 PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
+WARM = 7  # steps before any is timed: compiled; planned, measured and timed, twice; noted for an arena
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -171,7 +172,7 @@ def plan_of(report: memgraph.Report) -> str:
 
 def _taken(model: nn.Module, x: torch.Tensor, loss: Callable[[], torch.Tensor], laps: Laps, count: int) -> Taken:
     step = step_of(model, loss)
-    for _ in range(4):  # compiled, planned, measured, and planned again with the times of its ops
+    for _ in range(WARM):
         step()
     model.zero_grad(set_to_none=True)
     return laps.of(step, count, [*model.parameters(), *model.buffers(), x])

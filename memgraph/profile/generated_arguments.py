@@ -48,11 +48,10 @@ def generated_arguments(node: fx.Node, device: torch.device, number: int, truth:
 
 def randomize(arguments: Any, device: torch.device) -> None:
     """Draw the numbers of a product: on equal ones a GPU takes less power, and so less time."""
-    generator = torch.Generator(device).manual_seed(0)
     for value in tree_leaves(arguments):
         if isinstance(value, Tensor) and value.dtype in DRAWN and value.device == device:
             whole = torch.empty(0, dtype=value.dtype, device=device).set_(value.untyped_storage())
-            whole.normal_(generator=generator)  # of an expanded one, too
+            whole.normal_(generator=torch.Generator(device).manual_seed(0))  # of an expanded one, too
 
 
 def _counts(node: fx.Node) -> set[object]:

@@ -5,7 +5,6 @@
     optimizer.step()                                    # reads gradients that are complete
 
 autograd does so for gradients that it accumulates itself. A step writes them, and would be missed.
-Not yet run on a GPU.
 """
 
 from __future__ import annotations
