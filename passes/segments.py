@@ -7,6 +7,9 @@
 
 A segment reads values from before it, and returns those of its values that other ops read: one for each storage.  Views
 that other ops read are recreated behind it.
+
+A region is a segment of all ops between two that stay outside.  It frees what it reads for the last time while it runs,
+so its price has the peak of that run: a workspace may be negative.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .analysis.step_graph import sources, step_graph
+from .ir.liveness import spans
 from .ir.machine import Machine
 from .ir.ops import SEGMENT, is_runtime
 from .ir.trace import Op, Storage, Trace
@@ -32,7 +36,8 @@ LEAST, MOST = 2, 64  # ops that compute, in one segment
 class Segment:
     """Neighbouring ops by name, the values from before them that they read, and those that other ops read.
 
-    `views` are its ops that other ops read and that compute nothing.
+    `views` are its ops that other ops read and that compute nothing.  `frees` are the values among `reads` whose
+    storages no op behind it reads.
     """
 
     name: str
@@ -40,25 +45,37 @@ class Segment:
     reads: tuple[str, ...]
     outputs: tuple[str, ...]
     views: tuple[str, ...]
+    frees: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The microseconds of a segment, and the bytes that it allocates and frees while it runs."""
+    """The microseconds of a segment, and the bytes at its peak beyond its results and all that was live before it."""
 
     us: float
     workspace: int = 0
 
 
-def find_segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]:
-    """Return the longest segments of views and ops that are `fusible`."""
+def find_segments(trace: Trace, fusible: Callable[[Op], bool], most: int = MOST) -> tuple[Segment, ...]:
+    """Return the longest segments of views and ops that are `fusible`, `most` of which compute."""
     graph = step_graph(trace)
     tuples = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values with items
     segments: list[Segment] = []
     for key, lines in groupby(trace.ops, lambda op: _place(op, fusible)):
         if key is not None:
-            segments += _cut(list(lines), graph, tuples)
+            segments += _cut(list(lines), graph, tuples, most)
     return tuple(segments)
+
+
+def find_regions(trace: Trace, compilable: Callable[[Op], bool]) -> tuple[Segment, ...]:
+    """Return the longest segments of views and ops that are `compilable`, and what each frees."""
+    regions = find_segments(trace, compilable, len(trace.ops))
+    returned = trace.held_by(value for _, value in trace.outputs)
+    ends = [(made.name, first, last) for op, made, first, last in spans(trace) if not op.is_input]
+    ends = [end for end in ends if end[0] not in returned]
+    return tuple(
+        replace(region, name=f"{region.ops[0]}_region", frees=_freed(trace, region, ends)) for region in regions
+    )
 
 
 def fuse_segments(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
@@ -83,10 +100,38 @@ def affordable_segments(
     At other ops the step needs with segments what it needs without.
     """
     faster = [each for each in segments if prices[each.name].us < sum(trace.op[name].us for name in each.ops)]
-    forecast = predict(fuse_segments(trace, faster, prices), machine)
-    lines = zip(forecast.trace.ops, forecast.total, strict=True)
-    over = {op.name for op, nbytes in lines if nbytes > machine.budget}
+    over = over_budget(trace, machine, faster, prices)
     return tuple(each for each in faster if each.name not in over)
+
+
+def over_budget(
+    trace: Trace, machine: Machine, segments: Sequence[Segment], prices: Mapping[str, Price]
+) -> dict[str, int]:
+    """Return the bytes beyond the budget of each segment that does not fit it, by name."""
+    forecast = predict(fuse_segments(trace, segments, prices), machine)
+    lines = zip(forecast.trace.ops, forecast.total, strict=True)
+    names = {each.name for each in segments}
+    return {op.name: int(n) - machine.budget for op, n in lines if op.name in names and n > machine.budget}
+
+
+def faster_regions(
+    trace: Trace, regions: Iterable[Segment], segments: Sequence[Segment], prices: Mapping[str, Price]
+) -> tuple[Segment, ...]:
+    """Return the regions that are faster than their ops in `segments`."""
+    fused = fuse_segments(trace, segments, prices)
+    us = {op.name: op.us for op in fused.ops}
+    whole = {op.name: each.name for each in segments for op in map(trace.op.__getitem__, each.ops)}
+
+    def apart(region: Segment) -> float:
+        return sum(us.get(name, 0.0) for name in dict.fromkeys(whole.get(name, name) for name in region.ops))
+
+    return tuple(region for region in regions if prices[region.name].us < apart(region))
+
+
+def outside_of(regions: Iterable[Segment], segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return the segments none of whose ops are in a region."""
+    inside = {name for region in regions for name in region.ops}
+    return tuple(each for each in segments if inside.isdisjoint(each.ops))
 
 
 def spread_segment_times(trace: Trace, segments: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
@@ -113,11 +158,18 @@ def is_view(op: Op) -> bool:
     return not op.makes and bool(op.holds)
 
 
-def _cut(lines: list[Op], graph: nx.DiGraph, tuples: set[str]) -> Iterator[Segment]:
+def _freed(trace: Trace, region: Segment, ends: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:
+    """Return what a region reads whose storages, from `ends` of (name, first op, last op), end inside it."""
+    begin, end = trace.index[region.ops[0]], trace.index[region.ops[-1]]
+    freed = {name for name, first, last in ends if first < begin <= last <= end}
+    return tuple(read for read in region.reads if trace.op[read].holds and freed.issuperset(trace.op[read].holds))
+
+
+def _cut(lines: list[Op], graph: nx.DiGraph, tuples: set[str], most: int) -> Iterator[Segment]:
     """Yield the segments of a run of lines: none is too long, and none separates a tuple from its items."""
     begin = 0
     while begin < len(lines):
-        run = _first(lines[begin:])
+        run = _first(lines[begin:], most)
         end = begin + len(run)
         while (bad := _half(run, graph, tuples)) is not None:
             end, run = begin + bad + 1, run[:bad]
@@ -126,10 +178,10 @@ def _cut(lines: list[Op], graph: nx.DiGraph, tuples: set[str]) -> Iterator[Segme
         begin = end
 
 
-def _first(lines: list[Op]) -> list[Op]:
+def _first(lines: list[Op], most: int) -> list[Op]:
     """Return the first lines, with as many ops that compute as a segment may have."""
     computing = [i for i, op in enumerate(lines) if not is_view(op)]
-    return lines[: computing[MOST]] if len(computing) > MOST else lines
+    return lines[: computing[most]] if len(computing) > most else lines
 
 
 def _half(run: list[Op], graph: nx.DiGraph, tuples: set[str]) -> int | None:

@@ -1,6 +1,7 @@
 """Compile segments of a graph with Inductor.
 
-    compile_segment(part)(x, r)  ->  (y, n)
+    compile_segment(part)(x, r)           ->  (y, n)
+    compile_segment(part).boxed([x, r])   ->  (y, n), and x and r are freed at their last read
 
 Equal segments are compiled once in a process, and Inductor's cache on disk keeps them for the next one. The first
 compilation of a process is logged, since it may take minutes.
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from ..errors import LoweringError
@@ -29,11 +32,16 @@ class Segment:
     __module__ = __name__
     __name__ = __qualname__ = "segment"
 
-    def __init__(self, digest: str, run: CompiledFunction) -> None:
-        self.digest, self.run = digest, run
+    def __init__(self, digest: str, run: CompiledFunction, part: fx.Graph | None = None) -> None:
+        """`run` takes a list and empties it; `part` are the ops."""
+        self.digest, self.run, self.part = digest, run, part
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.run(*tensors))
+        return self.boxed([*tensors])
+
+    def boxed(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Run on a list of tensors, each of which is released at its last read."""
+        return tuple(self.run(tensors))
 
     def __str__(self) -> str:
         return f"segment {self.digest}"
@@ -72,17 +80,40 @@ def compile_segment(part: fx.Graph) -> Segment:
     """
     key = _digest(part)
     if key not in _segments:
-        _segments[key] = Segment(key, _compile(part))
+        _segments[key] = Segment(key, _compile(part), part)
     return _segments[key]
 
 
-def _compile(part: fx.Graph) -> CompiledFunction:
-    from torch._inductor import standalone_compile  # slow to import
+def expand_segments(graph: fx.Graph) -> None:
+    """Replace each segment of a graph by its ops."""
+    for node in graph.nodes:
+        if isinstance(node.target, Segment) and node.target.part is not None:
+            env = dict(zip(node.target.part.find_nodes(op="placeholder"), node.args, strict=True))
+            with graph.inserting_before(node):
+                results = graph.graph_copy(node.target.part, env)
+            for item in [*node.users]:
+                place: Any = item.args[1]
+                item.replace_all_uses_with(results[place])  # type: ignore[index]
+                graph.erase_node(item)
+            graph.erase_node(node)
 
-    given = [node.meta["val"] for node in part.find_nodes(op="placeholder")]
+
+def _compile(part: fx.Graph) -> CompiledFunction:
+    """Compile a part of a graph to a function that takes its inputs in a list and empties that."""
+    from torch._inductor.compile_fx import compile_fx_inner  # slow to import
+    from torch._inductor.decomposition import select_decomp_table
+
     try:
+        with torch.no_grad(), FakeTensorMode():
+            given = [_fake(node.meta["val"]) for node in part.find_nodes(op="placeholder")]
+            run = fx.Interpreter(fx.GraphModule({}, part)).run
+            lowered = make_fx(run, decomposition_table=select_decomp_table())(*given)
+        results: Any = lowered.graph.output_node().args[0]
+        lowered.graph.output_node().meta["user_visible_output_idxs"] = [
+            *range(len(results))
+        ]  # these keep their strides
         with torch.no_grad():
-            return standalone_compile(fx.GraphModule({}, part), given, dynamic_shapes="from_example_inputs")
+            return compile_fx_inner(lowered, given, is_inference=True)
     except Exception as error:
         count = sum(node.op == "call_function" for node in part.nodes)
         where = next((node.meta.get("where") for node in part.nodes if node.meta.get("where")), "the model")
@@ -90,6 +121,14 @@ def _compile(part: fx.Graph) -> CompiledFunction:
             f"Inductor can't compile {count} ops at {where}: {type(error).__name__}: {error}\n"
             "it needs a C++ compiler for a CPU and Triton for a GPU; give lower=None to run without it"
         ) from error
+
+
+def _fake(value: Tensor) -> Tensor:
+    """Return a value of the same layout under the current fake mode."""
+    if value.is_conj() or value.is_neg():
+        raise ValueError("an input is lazily conjugated or negated")
+    flat = torch.empty(value.untyped_storage().nbytes() // value.itemsize, dtype=value.dtype, device=value.device)
+    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _announce(count: int) -> None:

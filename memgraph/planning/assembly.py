@@ -75,7 +75,7 @@ class Assembly:
         target, options, captured = step.target, self.options, step.captured
         planned = rewrite(step.graph, trace)
         profiler = partial(op_profiler, step.inputs, self.module, target)
-        lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers)
+        lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers, self.module)
         graph, lowered_trace = lowering.lowered(machine)
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
         slots = tier_slots(graph, captured)

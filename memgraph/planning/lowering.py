@@ -15,10 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from passes import Forecast, Machine, Op, PlanResult, Trace, predict
-from passes.segments import Price, Segment, affordable_segments, find_segments, fuse_segments, spread_segment_times
+from passes.segments import (
+    Price,
+    Segment,
+    affordable_segments,
+    find_segments,
+    fuse_segments,
+    outside_of,
+    spread_segment_times,
+)
 from passes.simulate.plan_result import with_higher_costs
 
 from ..graph import inductor
@@ -27,7 +35,9 @@ from ..graph.nodes import all_storages, storages, tensors
 from ..graph.result_layout import empty_like, layout
 from ..graph.rewrite import Rewriter
 from ..profile.op_profiler import OpProfiler
+from ..profile.region_profiler import RegionProfiler
 from ..profile.step_timer import StepTimes
+from .regions import Regions, regions_of
 
 # Inductor fuses these too, though torch does not tag them as pointwise.
 FUSED = frozenset({
@@ -35,12 +45,14 @@ FUSED = frozenset({
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "sum", "mean", "var", "var_mean",
     "amax", "amin", "_to_copy", "clone", "where", "full_like", "zeros_like", "ones_like", "cat", "expand",
 })  # fmt: skip
+NO_REGIONS = Regions({}, {}, ())
 
 
 class NotLowered:
     """Every op runs on its own, as captured."""
 
     refused = 0  # segments that can't be compiled
+    apart: tuple[str, ...] = ()  # why ops between memory ops are not compiled as one
 
     def __init__(self, graph: fx.Graph, trace: Trace) -> None:
         self.graph, self.trace = graph, trace
@@ -69,10 +81,13 @@ class NotLowered:
 class Lowering(NotLowered):
     """The segments of one step, compiled and priced.
 
-    With `must`, a segment that can't be compiled is an error; otherwise its ops run one by one.
+    With `must`, a segment that can't be compiled is an error; otherwise its ops run one by one. With `module`, whose
+    step this is, all ops between two memory ops are compiled as one, if that is faster and fits.
     """
 
-    def __init__(self, graph: fx.Graph, trace: Trace, profiler: OpProfiler, must: bool = True) -> None:
+    def __init__(
+        self, graph: fx.Graph, trace: Trace, profiler: OpProfiler, must: bool = True, module: nn.Module | None = None
+    ) -> None:
         self.nodes = {node.name: node for node in graph.nodes}
         candidates = find_segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
         super().__init__(graph, self._priced_alone(trace, candidates, profiler))
@@ -82,14 +97,21 @@ class Lowering(NotLowered):
         self.prices = {name: price for name, price in priced.items() if price is not None}
         self.segments = tuple(each for each in candidates if each.name in self.prices)
         self.chosen: tuple[Segment, ...] = ()
+        self.regions = NO_REGIONS
+        if module is not None:
+            own = RegionProfiler([*module.parameters(), *module.buffers()], profiler.limit)
+            self.regions = regions_of(self.trace, self.nodes, self._subgraph, own)
 
     def shared(self) -> Trace:
         return spread_segment_times(self.trace, self.segments, self.prices)
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
-        self.chosen = affordable_segments(self.trace, machine, self.segments, self.prices)
-        trace = fuse_segments(self.trace, self.chosen, self.prices)
-        return _WithSegments(self.graph, self.run, self.chosen).rewrite(trace), trace
+        segments = affordable_segments(self.trace, machine, self.segments, self.prices)
+        regions, self.apart = self.regions.chosen(self.trace, machine, segments, self.prices)
+        self.chosen = (*regions, *outside_of(regions, segments))
+        prices, run = self.prices | self.regions.prices, self.run | self.regions.run
+        trace = fuse_segments(self.trace, self.chosen, prices)
+        return _WithSegments(self.graph, run, self.chosen).rewrite(trace), trace
 
     def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
         return predict(trace, machine), predict(self.trace, machine).us
@@ -154,10 +176,16 @@ class Lowering(NotLowered):
 
 
 def lowering_of(
-    graph: fx.Graph, trace: Trace, profiler: Callable[[], OpProfiler], option: str | None, lowers: bool
-) -> NotLowered:
-    """Return the segments of a step if it `lowers`; with the option "inductor" all of them have to compile."""
-    return Lowering(graph, trace, profiler(), must=option == "inductor") if lowers else NotLowered(graph, trace)
+    graph: fx.Graph, trace: Trace, profiler: Callable[[], OpProfiler], option: str | None, lowers: bool,
+    module: nn.Module | None = None,
+) -> NotLowered:  # fmt: skip
+    """Return the segments of a step if it `lowers`; with the option "inductor" all of them have to compile.
+
+    Give the module if the step will run, and not only be planned.
+    """
+    if not lowers:
+        return NotLowered(graph, trace)
+    return Lowering(graph, trace, profiler(), option == "inductor", module)
 
 
 class _WithSegments(Rewriter):

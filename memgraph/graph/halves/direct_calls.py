@@ -3,6 +3,7 @@
     mm = torch.ops.aten.mm.default(x, w)             ->   mm = torch.mm(x, w)
     g = torch.ops.aten.tanh_backward.default(d, y)   ->   g = torch.ops.aten.tanh_backward.default._op(d, y)
     f = torch.ops.memgraph.free.default(t, x, 0)     ->   f = ops.RUN["free"](t, x, 0)
+    s = segment(x, w);  x = None                     ->   s = [x, w];  x = None;  s = segment.boxed(s)
 
 torch's own functions parse their arguments faster than the object of an op does. A function takes an op's place only if
 it is seen to call this very op with these very arguments: it runs once for each kind of arguments, on fake tensors,
@@ -26,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...tensors.traced_size import SizeArgument
+from ..inductor import Segment
 from ..ops import RUN
 
 LINE = re.compile(r"^(    (\w+) = )torch\.ops\.\w+\.\w+\.\w+\(", re.MULTILINE)
+SEGMENT = re.compile(r"^    (\w+) = (\w+)\(([\w, ]*)\)(;  .* = None)?(.*)$", re.MULTILINE)
 PLACES = (torch._VF, torch.Tensor, torch._C._nn)  # of torch's functions, by the name of the op
 COMPILED = (BuiltinFunctionType, MethodDescriptorType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
@@ -53,7 +56,16 @@ class DirectCode(_BoxedCodeGen):
             direct[called] = function
             return f"{begin}{called}("
 
-        return replace(code, src=LINE.sub(call, code.src), globals=code.globals | direct)
+        segments = {node.name for node in nodes if isinstance(node.target, Segment)}
+
+        def boxed(match: re.Match[str]) -> str:
+            name, function, given, released, rest = match.groups(default="")
+            if name not in segments:
+                return match[0]
+            return f"    {name} = [{given}]{released};  {name} = {function}.boxed({name}){rest}"
+
+        src = LINE.sub(call, code.src)
+        return replace(code, src=SEGMENT.sub(boxed, src) if segments else src, globals=code.globals | direct)
 
 
 def direct_call(node: fx.Node) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from passes.ir.liveness import RELEASED
 
 from ...tensors.traced_number import FloatArgument, NumberNode
 from ..aten_shims import COPY_WITH_STRIDES
+from ..inductor import expand_segments
 from ..nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
 from ..ops import accumulate
 from ..summarize import PURE_WHEN_RERUN
@@ -143,6 +144,7 @@ def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collectio
     graph.set_codegen(type(half.graph._codegen)())
     graph.output(graph.graph_copy(half.graph, copies))
     undo_reuse(graph)  # what an op writes into may be dropped
+    expand_segments(graph)  # some of a segment's ops may be dropped
     dropped = _unused_nodes(graph, tangents, {tangents[i] for i in unused})
     for node in graph.nodes:
         if node.op == "call_function" and node not in dropped and not dropped.isdisjoint(node.all_input_nodes):
