@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .analysis.step_graph import sources, step_graph
 from .ir.liveness import spans
 from .ir.machine import Machine
-from .ir.ops import SEGMENT, is_runtime
+from .ir.ops import REGION, SEGMENT, is_runtime
 from .ir.trace import Op, Storage, Trace
 from .simulate.forecast import predict
 
@@ -74,7 +74,7 @@ def find_regions(trace: Trace, compilable: Callable[[Op], bool]) -> tuple[Segmen
     ends = [(made.name, first, last) for op, made, first, last in spans(trace) if not op.is_input]
     ends = [end for end in ends if end[0] not in returned]
     return tuple(
-        replace(region, name=f"{region.ops[0]}_region", frees=_freed(trace, region, ends)) for region in regions
+        replace(region, name=f"{region.ops[0]}{REGION}", frees=_freed(trace, region, ends)) for region in regions
     )
 
 

@@ -58,7 +58,7 @@ def compile_segments(parts: Mapping[str, fx.Graph], required: bool) -> dict[str,
     Raises:
         LoweringError: a required segment can't be compiled.
     """
-    digests = {name: _digest(part) for name, part in parts.items()}
+    digests = {name: digest_of(part) for name, part in parts.items()}
     _announce(len(set(digests.values()) - _segments.keys()))
     segments = {}
     for name, part in parts.items():
@@ -78,7 +78,7 @@ def compile_segment(part: fx.Graph) -> Segment:
     Raises:
         LoweringError: Inductor can't compile it.
     """
-    key = _digest(part)
+    key = digest_of(part)
     if key not in _segments:
         _segments[key] = Segment(key, _compile(part), part)
     return _segments[key]
@@ -146,7 +146,7 @@ def _refuse(digest: str, error: LoweringError) -> None:
     _refused.add(digest)
 
 
-def _digest(part: fx.Graph) -> str:
+def digest_of(part: fx.Graph) -> str:
     """Return a digest that is equal for parts that do the same to values of the same layout."""
     place: dict[fx.Node, str] = {}
     lines = [f"{torch.__version__} {torch.get_num_threads()}"]

@@ -60,8 +60,12 @@ class Assembly:
     options: CompileOptions
     state: OptimizerState
 
-    def __call__(self, step: StepGraph, machine: Machine, result: PlanResult, began: float) -> AssembledStep:
+    def __call__(
+        self, step: StepGraph, machine: Machine, result: PlanResult, began: float, split: str = ""
+    ) -> AssembledStep:
         """Return the parts of the step that carries out a plan; planning began at `began` of `time.perf_counter`.
+
+        With `split`, a reason, ops between memory ops are not compiled as one.
 
         Raises:
             RecordingError: the step has to be recorded, and can't be.
@@ -75,7 +79,7 @@ class Assembly:
         target, options, captured = step.target, self.options, step.captured
         planned = rewrite(step.graph, trace)
         profiler = partial(op_profiler, step.inputs, self.module, target)
-        lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers, self.module)
+        lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers, None if split else self.module)
         graph, lowered_trace = lowering.lowered(machine)
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
         slots = tier_slots(graph, captured)
@@ -86,7 +90,7 @@ class Assembly:
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
-            value_run=captured.value_run_nbytes, slices=captured.slices,
+            split=split or lowering.split, value_run=captured.value_run_nbytes, slices=captured.slices,
             whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
         )  # fmt: skip
         reused = dead_memory(graph, result.forecast) if graph is planned else {}

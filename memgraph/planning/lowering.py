@@ -52,7 +52,7 @@ class NotLowered:
     """Every op runs on its own, as captured."""
 
     refused = 0  # segments that can't be compiled
-    apart: tuple[str, ...] = ()  # why ops between memory ops are not compiled as one
+    split = ""  # why ops between memory ops are not compiled as one
 
     def __init__(self, graph: fx.Graph, trace: Trace) -> None:
         self.graph, self.trace = graph, trace
@@ -107,7 +107,7 @@ class Lowering(NotLowered):
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
         segments = affordable_segments(self.trace, machine, self.segments, self.prices)
-        regions, self.apart = self.regions.chosen(self.trace, machine, segments, self.prices)
+        regions, self.split = self.regions.chosen(self.trace, machine, segments, self.prices)
         self.chosen = (*regions, *outside_of(regions, segments))
         prices, run = self.prices | self.regions.prices, self.run | self.regions.run
         trace = fuse_segments(self.trace, self.chosen, prices)

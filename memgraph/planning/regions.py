@@ -8,6 +8,7 @@ the plan has it, in the code of the half. So do ops that draw random numbers, wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from ..graph.summarize import draws
 from ..profile.region_profiler import RegionCost, RegionProfiler
 from ..report.tables import mb
 
+_refused: dict[str, str] = {}  # why Inductor could not compile a region, by its digest
+
 
 @dataclass(frozen=True)
 class Regions:
@@ -38,14 +41,16 @@ class Regions:
 
     def chosen(
         self, trace: Trace, machine: Machine, segments: Sequence[Segment], prices: dict[str, Price]
-    ) -> tuple[tuple[Segment, ...], tuple[str, ...]]:
+    ) -> tuple[tuple[Segment, ...], str]:
         """Return the regions that are faster than their ops in `segments` and fit the budget, and why others are not
         used."""
         faster = faster_regions(trace, self.found, segments, prices | self.prices)
         over = over_budget(trace, machine, faster, self.prices)
-        slower = ["it is not faster"] * (len(self.found) - len(faster))
-        reasons = [*self.refused, *slower, *(f"it is {mb(nbytes)} over the budget" for nbytes in over.values())]
-        return tuple(region for region in faster if region.name not in over), tuple(reasons)
+        slower = len(self.found) - len(faster)
+        reasons = [f"{slower} not faster"] * bool(slower)
+        reasons += [f"{len(over)} up to {mb(max(over.values(), default=0))} over the budget"] * bool(over)
+        reasons += [f"{count} refused ({reason})" for reason, count in Counter(self.refused).items()]
+        return tuple(region for region in faster if region.name not in over), ", ".join(reasons)
 
 
 def regions_of(
@@ -55,17 +60,24 @@ def regions_of(
     run, prices, refused = {}, {}, []
     candidates = find_regions(trace, lambda op: _is_compilable(nodes[op.name]))
     for region in candidates:
-        try:
-            compiled = inductor.compile_segment(subgraph(region))
-        except LoweringError as error:
-            refused.append(str(error).splitlines()[0])
-            continue
-        price = _price(region, compiled, nodes, profiler)
-        if isinstance(price, Price):
+        compiled = _compiled(subgraph(region))
+        price = _price(region, compiled, nodes, profiler) if isinstance(compiled, inductor.Segment) else compiled
+        if isinstance(compiled, inductor.Segment) and isinstance(price, Price):
             run[region.name], prices[region.name] = compiled, price
         else:
-            refused.append(price)
+            refused.append(str(price))
     return Regions(run, prices, tuple(each for each in candidates if each.name in run), tuple(refused))
+
+
+def _compiled(part: fx.Graph) -> inductor.Segment | str:
+    """Return the compiled region, or why it can't be compiled."""
+    digest = inductor.digest_of(part)
+    if digest not in _refused:
+        try:
+            return inductor.compile_segment(part)
+        except LoweringError as error:
+            _refused[digest] = str(error).splitlines()[0]
+    return _refused[digest]
 
 
 def _price(region: Segment, run: inductor.Segment, nodes: dict[str, fx.Node], profiler: RegionProfiler) -> Price | str:

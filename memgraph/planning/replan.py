@@ -15,6 +15,7 @@ from ..errors import RecordingError
 from ..optim.offloaded_update import OffloadedUpdate
 from ..options.compile_options import CompileOptions
 from ..profile.step_timer import StepTimes
+from ..report.tables import mb
 from ..runtime.step import Step
 from .assembly import AssembledStep
 from .lowering import NotLowered
@@ -24,7 +25,6 @@ from .progress import Progress
 from .search import PlanSearch
 
 Search = Callable[[Trace, Machine], PlanResult]
-Assemble = Callable[[Machine, PlanResult, float], AssembledStep]
 
 WORTH = 0.02  # of the step's time: the least that a new plan has to save
 
@@ -34,25 +34,29 @@ class Replanner:
     """Plans a step again once its ops were timed inside it.
 
     Attributes:
-        assemble: makes the step of a plan, given the machine and when planning began.
+        assemble: makes the step of a plan, given the machine, the plan's result, when planning began, and maybe why
+            nothing is compiled as one.
         plain: the trace that the first plan was made for.
         lowering: the compiled segments of the step that was timed.
         update: its copies run beside the step's.
     """
 
     options: CompileOptions
-    assemble: Assemble
+    assemble: Callable[..., AssembledStep]
     plain: Trace
     lowering: NotLowered
     update: OffloadedUpdate
 
-    def __call__(self, step: Step, times: StepTimes) -> Step:
-        """Return a step with a better plan, or the same step.
+    def __call__(self, step: Step, times: StepTimes | None) -> Step:
+        """Return a step with a better plan, or the same step; without times, the same plan with regions in segments.
 
         A replaced step's tier is not closed here: it closes itself when its last run ends.
         """
         began = time.perf_counter()
         choice, machine = step.report.choice, step.report.machine
+        if times is None:
+            split = f"measured {mb((step.report.measured or 0) - step.report.peak)} over the forecast"
+            return self._replaced(step, self.assemble(machine, choice, began, split))
         times = self.lowering.split_times(times)
         trace, measured = with_measured_times(choice, machine, times.beside(self.update.copies))
         step.note_repriced(predict(apply(trace, choice.plan), measured).us)
@@ -70,6 +74,9 @@ class Replanner:
             assembled = self.assemble(measured, better, began)
         except RecordingError:
             return step
+        return self._replaced(step, assembled)
+
+    def _replaced(self, step: Step, assembled: AssembledStep) -> Step:
         return step.replaced_by(assembled.parts, assembled.report, replace(self, lowering=assembled.lowering))
 
 

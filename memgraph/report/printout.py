@@ -17,8 +17,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
-from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
+from passes import KINDS, Forecast, Offload, Op, Recompute, Stream, Trace
+from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, is_region, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 from passes.slices.whole_weight import reason_lines
 
@@ -217,7 +217,23 @@ def _compiled(report: ReportData) -> list[str]:
     failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
     if not count:
         return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
-    return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(report.apart_us)}{failed}"]
+    said = f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(report.apart_us)}{failed}"
+    return [said, *_regions(report.lowered.trace, report.split)]
+
+
+def _regions(trace: Trace, split: str) -> list[str]:
+    """Show which segments are all ops from one memory op to the next, and why others are not."""
+    count = sum(map(is_region, trace.ops))
+    halves = [phase for phase in ("forward", "backward") if _is_whole(trace, phase)]
+    whole = f"; {' and '.join(halves)} as a whole" if halves else ""
+    said = [f"{count} of them {'are' if count > 1 else 'is'} all ops between two memory ops{whole}"] * bool(count)
+    return said + [f"other ops between two memory ops are not compiled as one: {split}"] * bool(split)
+
+
+def _is_whole(trace: Trace, phase: str) -> bool:
+    """Return True if all that a half computes is one region."""
+    computing = [op for op in trace.ops if op.phase == phase and op.makes and not op.is_input]
+    return len(computing) == 1 and is_region(computing[0])
 
 
 def _taken(report: ReportData) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes import Forecast, Machine, Plan, PlanResult
+from passes.ir.ops import is_region
 from passes.simulate.caching_allocator import Held, held
 from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
@@ -82,6 +83,7 @@ class ReportData:
         lowered: forecast of the step as it runs with parts compiled by Inductor; None if nothing is compiled.
         apart_us: microseconds of the same plan with nothing compiled.
         uncompiled: number of segments that Inductor could not compile, and that run op by op.
+        split: why ops between memory ops are not compiled as one, where they are not.
         recorded: what to print about CUDA graphs; empty if they were not asked for.
         blocks: on a GPU, peak bytes that torch's allocator had given out in the measured step.
         held: on a GPU, peak bytes that it held of the device in that step, free blocks included.
@@ -117,6 +119,7 @@ class ReportData:
     lowered: Forecast | None = None
     apart_us: float = 0.0
     uncompiled: int = 0
+    split: str = ""
     recorded: str = ""
     blocks: int = 0
     held: int = 0
@@ -133,6 +136,12 @@ class ReportData:
     whole_weights: tuple[WholeWeight, ...] = ()
     value_run: int = 0
     unmeasured: str = ""
+
+    @property
+    def is_over_by_regions(self) -> bool:
+        """True if ops that are compiled as one took more bytes in the measured step than when they ran alone."""
+        compiled = self.lowered is not None and any(map(is_region, self.lowered.trace.ops))
+        return compiled and not self.beyond and self.measured is not None and self.measured > self.peak
 
     @property
     def predicted_us(self) -> float:

@@ -38,7 +38,7 @@ def layer_path(where: str) -> str:
 
 def mb(nbytes: int) -> str:
     """Format bytes as megabytes of 10^6, or as bytes below 0.1 MB."""
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
+    return f"{nbytes / 1e6:.1f} MB" if abs(nbytes) >= 100_000 else f"{nbytes} B"
 
 
 def mb_above(nbytes: int) -> str:

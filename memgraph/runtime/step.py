@@ -53,14 +53,15 @@ class Step:
         parts: StepParts,
         report: Report,
         *,
-        replan: Callable[[Step, StepTimes], Step] | None = None,
+        replan: Callable[[Step, StepTimes | None], Step] | None = None,
         on_measured: Callable[[Step], None] = lambda step: None,
         history: StepHistory | None = None,
         warned: Collection[int] = (),
     ) -> None:
         """
         Args:
-            replan: plans with the measured times of ops, and returns this step or one to take its place.
+            replan: plans with the measured times of ops, and returns this step or one to take its place; without
+                times, a step of the same plan that compiles fewer ops as one.
             on_measured: called when bytes of the step were measured, while its gradients exist.
             history: of the step whose place this one takes, if it takes one's place.
             warned: the numbers of open forwards that need no further warning.
@@ -312,17 +313,23 @@ class Step:
 
     @property
     def needs_replan(self) -> bool:
-        """Return True if times of ops are known, with which no plan was made yet."""
-        return self._replan_due and self.times is not None
+        """Return True if times of ops are known, with which no plan was made yet, or compiled ops took too much."""
+        return self._is_over or (self._replan_due and self.times is not None)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._replan is not None and self.report.is_over_by_regions
 
     def replanned(self) -> Step:
         """Return this step, or one with a better plan to take its place; plans once for each measurement."""
-        if not self.needs_replan or self._replan is None or self.times is None:
+        if not self.needs_replan or self._replan is None:
             return self
+        if self._is_over:
+            return self._replan(self, None)
         self._replan_due = False
         return self._replan(self, self.times)
 
-    def replaced_by(self, parts: StepParts, report: Report, replan: Callable[[Step, StepTimes], Step]) -> Step:
+    def replaced_by(self, parts: StepParts, report: Report, replan: Callable[[Step, StepTimes | None], Step]) -> Step:
         """Return the step with a better plan that takes this one's place, and continues its history."""
         parts = replace(parts, accumulated_plan=self.parts.accumulated_plan)
         history = StepHistory(self.history.looks, self.history.steps)

@@ -32,12 +32,19 @@ PACK = "memgraph_oss.pack.default"
 ACCUMULATE = "memgraph.accumulate"  # adds a gradient to the one that is there
 SEGMENT = "memgraph.segment"  # runs neighbouring ops that are compiled into one
 
+REGION = "_region"  # ends the name of a segment of all ops between two that stay outside
+
 SUFFIX = re.compile(r"__(?:rng|wire|out|free|in_\d+|back_\d+|wide_\d+)$")
 
 
 def is_runtime(fn: str) -> bool:
     """Return True for the ops of memgraph itself."""
     return fn.startswith(PREFIX)
+
+
+def is_region(op: Op) -> bool:
+    """Return True for a segment of all ops between two that stay outside, memory ops for instance."""
+    return op.fn == SEGMENT and op.name.endswith(REGION)
 
 
 def verb_of(fn: str) -> str:

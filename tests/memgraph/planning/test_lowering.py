@@ -142,6 +142,6 @@ def test_what_inductor_cant_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("memgraph.graph.inductor._segments", {})
-    monkeypatch.setattr("torch._inductor.standalone_compile", broken)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", broken)
     with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lowering.py.*no compiler.*lower=None"):
         compiled(1 << 34, lower="inductor")

@@ -17,7 +17,7 @@ from memgraph.graph import inductor
 from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.planning import target
+from memgraph.planning import regions, target
 from memgraph.planning.lowering import Lowering
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpProfiler
@@ -44,6 +44,7 @@ class Net(nn.Module):
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "_segments", {})
     monkeypatch.setattr(inductor, "_refused", set())
+    monkeypatch.setattr(regions, "_refused", {})
 
 
 @pytest.fixture(name="broken")
@@ -128,11 +129,11 @@ def test_what_tuning_takes_is_none_of_a_segments_workspace_and_no_step_tunes(mon
     """On a GPU, a kernel of Inductor's is tuned in its first run of a process, with memory that it takes once."""
     runs: list[int] = []
 
-    def run(x: Tensor) -> tuple[Tensor]:
+    def run(given: list[Tensor]) -> tuple[Tensor]:
         runs.append(0)
         if len(runs) == 1:
             torch.empty(1 << 20, dtype=torch.uint8).fill_(0)
-        return (x.neg(),)
+        return (given.pop().neg(),)
 
     graph = fx.Graph()
     node = graph.create_node("call_function", Segment("tuned", run), (graph.placeholder("x"),))
