@@ -9,7 +9,7 @@ the plan has it, in the code of the half. So do ops that draw random numbers, wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,8 @@ def _is_compilable(op: fx.Node) -> bool:
 
 
 def _is_of_tensors(node: fx.Node) -> bool:
+    """Return True for a tensor, and for a tuple of which only tensors are read."""
     value = node.meta.get("val")
-    items: Iterable[object] = value if isinstance(value, tuple | list) else (value,)
-    return bool(tensors(node)) and all(item is None or isinstance(item, Tensor) for item in items)
+    if isinstance(value, tuple | list):
+        return bool(tensors(node)) and all(isinstance(user.meta.get("val"), Tensor) for user in node.users)
+    return isinstance(value, Tensor)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from expecttest import assert_expected_inline
 
 from passes import Machine, Op, parse, predict
-from passes.segments import Price, affordable_segments, find_segments, fuse_segments, spread_segment_times
+from passes.segments import (
+    Price,
+    affordable_segments,
+    faster_regions,
+    find_regions,
+    find_segments,
+    fuse_segments,
+    outside_of,
+    over_budget,
+    spread_segment_times,
+)
 
 NORMED = parse("""\
 forward:
@@ -96,3 +108,64 @@ def test_segments_are_not_endless() -> None:
     lines = "".join(f"x{i + 1} = aten.add.Tensor(x{i})  # f32[8] | makes x{i + 1}:32 | 1.0 us\n" for i in range(150))
     long = parse(f"forward:\nx0 = input()  # f32[8] | makes x0:32\n{lines}return output x150\n")
     assert [len(each.ops) for each in find_segments(long, fusible)] == [64, 64, 22]
+
+
+TRAINED = parse("""\
+forward:
+x = input()  # f32[8] | makes x:32
+w = parameter()  # f32[8, 8] | makes w:256
+a = aten.mm.default(x, w)  # f32[8] | makes a:32 | 9.0 us
+b = aten.gelu.default(a)  # f32[8] | makes b:32 | 5.0 us
+y = aten.mm.default(b, w)  # f32[8] | makes y:32 | 9.0 us
+a__out = memgraph.offload.default(a)  # f32[0] | makes a__out:0
+a__free = memgraph.free.default(a__out, a)
+backward:
+t = tangent()  # f32[8] | makes t:32
+g = aten.mm.default(t, b)  # f32[8, 8] | makes g:256 | 9.0 us
+d = aten.mm.default(t, w)  # f32[8] | makes d:32 | 9.0 us
+a__in_1 = memgraph.reload.default(a__out)  # f32[8] | makes a__in_1:32
+a__back_1 = memgraph.wait.default(a__in_1)  # f32[8] | holds a__in_1
+e = aten.gelu_backward.default(d, a__back_1)  # f32[8] | makes e:32 | 5.0 us
+h = aten.mm.default(e, x)  # f32[8, 8] | makes h:256 | 9.0 us
+s = aten.add.Tensor(g, h)  # f32[8, 8] | makes s:256 | 4.0 us
+return output y, gradient s
+""")
+
+
+def test_a_region_goes_from_one_memory_op_to_the_next_and_frees_what_ends_in_it() -> None:
+    found = find_regions(TRAINED, lambda op: True)
+    assert [(each.name, each.ops, each.reads, each.outputs, each.frees) for each in found] == [
+        ("a_region", ("a", "b", "y"), ("x", "w"), ("a", "b", "y"), ()),
+        ("g_region", ("g", "d"), ("t", "b", "w"), ("g", "d"), ("b",)),  # not the caller's tangent
+        ("e_region", ("e", "h", "s"), ("d", "a__back_1", "x", "g"), ("s",), ("d", "a__back_1", "g")),
+    ]
+
+
+def test_a_region_that_frees_before_it_makes_takes_less_than_both() -> None:
+    *_, last = find_regions(TRAINED, lambda op: True)
+    fused = fuse_segments(TRAINED, [last], {last.name: Price(10.0, -256)})
+    forecast, machine = predict(fused, Machine(1 << 20)), Machine(1 << 20)
+    line = fused.index[last.name]
+    live = predict(TRAINED, machine).total[TRAINED.index["a__back_1"]]
+    assert forecast.total[line] == live + 256 - 256
+    assert str(parse(str(fused))) == str(fused)
+
+
+def test_regions_are_compared_with_their_ops_in_segments() -> None:
+    first, *_ = find_regions(TRAINED, lambda op: True)
+    alone = sum(TRAINED.op[name].us for name in first.ops)
+    assert faster_regions(TRAINED, [first], [], {first.name: Price(alone - 1)}) == (first,)
+    assert faster_regions(TRAINED, [first], [], {first.name: Price(alone)}) == ()
+    small = replace(first, name="small", ops=("a", "b"), outputs=("a", "b"))
+    prices = {first.name: Price(alone - 1), "small": Price(2.0)}
+    assert faster_regions(TRAINED, [first], [small], prices) == ()
+    assert outside_of([first], [small]) == () and outside_of([], [small]) == (small,)
+
+
+def test_a_region_over_the_budget_says_by_how_much() -> None:
+    first, *_ = find_regions(TRAINED, lambda op: True)
+    peak = predict(fuse_segments(TRAINED, [first], {first.name: Price(1.0)}), Machine(1 << 20)).total
+    line = fuse_segments(TRAINED, [first], {first.name: Price(1.0)}).index[first.name]
+    machine = Machine(int(peak[line]) + 50)
+    assert over_budget(TRAINED, machine, [first], {first.name: Price(1.0, 50)}) == {}
+    assert over_budget(TRAINED, machine, [first], {first.name: Price(1.0, 60)}) == {first.name: 10}

@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 
 import memgraph
+from memgraph.planning import regions
 from memgraph.profile.memory_meter import resident_bytes
+from passes.ir.ops import is_region
 from tests.support.allocator_meter import Allocator, preloaded
 from tests.support.promise import eager_peak_of, tensors_of_batch
 from tests.support.zoo import BESIDE, CASES, Case, fresh
@@ -43,6 +45,7 @@ class Counted:
     measured: int | None  # by memgraph itself
     forecast: int
     budget: int
+    regions: int = 0  # ops between two memory ops that are compiled as one
 
 
 def main() -> None:
@@ -53,19 +56,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--optimizer", action="store_true")
     parser.add_argument("--calls", type=int, default=1, help="in each step, whose gradients are added up")
+    parser.add_argument("--regions", action="store_true", help="compile all that fits, slower or not")
     given = parser.parse_args()
+    if given.regions:
+        regions.faster_regions = lambda trace, found, *_: tuple(found)
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     allocator = Allocator()
     after_planning(allocator.reset)
     for name, share in (pair.split(":") for pair in given.cases):
-        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer, given.calls):
+        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer, given.calls, given.regions):
             print(json.dumps(asdict(row)), flush=True)
 
 
 def counted(
-    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool, calls: int = 1
-) -> Iterator[Counted]:
+    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool, calls: int = 1,
+    lowers: bool = False,
+) -> Iterator[Counted]:  # fmt: skip
     """Yield the calls of a model under a share of eager's activation peak, from the call to the end of backward.
 
     The last call of a step includes the optimizer's, with `--optimizer`.
@@ -79,6 +86,7 @@ def counted(
     compiled = memgraph.compile(
         model, held + states + int(share * eager_peak_of(case)), loss=None if case.beside else case.loss,
         time_limit=time_limit, optimizer=optimizer if with_optimizer else None,
+        lower="inductor" if lowers else None,
     )  # fmt: skip
     for step in range(STEPS * calls):
         is_last = (step + 1) % calls == 0
@@ -94,7 +102,8 @@ def counted(
         most = allocator.most
         staging = int(report.forecast.by_kind["staging"].max(initial=0))
         found = most - elsewhere + staging
-        yield Counted(case.name, share, step, found, compiled.plan.measured, report.peak, report.budget)
+        count = sum(map(is_region, report.forecast.trace.ops))
+        yield Counted(case.name, share, step, found, compiled.plan.measured, report.peak, report.budget, count)
         loss = results = None
         if not is_last:
             continue
