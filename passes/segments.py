@@ -69,13 +69,15 @@ def find_segments(trace: Trace, fusible: Callable[[Op], bool], most: int = MOST)
 
 def find_regions(trace: Trace, compilable: Callable[[Op], bool]) -> tuple[Segment, ...]:
     """Return the longest segments of views and ops that are `compilable`, and what each frees."""
-    regions = find_segments(trace, compilable, len(trace.ops))
-    returned = trace.held_by(value for _, value in trace.outputs)
-    ends = [(made.name, first, last) for op, made, first, last in spans(trace) if not op.is_input]
-    ends = [end for end in ends if end[0] not in returned]
-    return tuple(
-        replace(region, name=f"{region.ops[0]}{REGION}", frees=_freed(trace, region, ends)) for region in regions
-    )
+    return _regions(trace, find_segments(trace, compilable, len(trace.ops)))
+
+
+def split_region(trace: Trace, region: Segment, least: int) -> tuple[Segment, ...]:
+    """Return a region in two parts or more, or none if they would have fewer than `least` ops that compute."""
+    lines = [trace.op[name] for name in region.ops]
+    most = -(-sum(not is_view(op) for op in lines) // 2)
+    tuples = {op.reads[0] for op in trace.ops if op.fn == "getitem"}
+    return _regions(trace, _cut(lines, step_graph(trace), tuples, most)) if most >= least else ()
 
 
 def fuse_segments(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
@@ -156,6 +158,13 @@ def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None
 def is_view(op: Op) -> bool:
     """Return True if an op only views storages of others."""
     return not op.makes and bool(op.holds)
+
+
+def _regions(trace: Trace, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    returned = trace.held_by(value for _, value in trace.outputs)
+    ends = [(made.name, first, last) for op, made, first, last in spans(trace) if not op.is_input]
+    ends = [end for end in ends if end[0] not in returned]
+    return tuple(replace(each, name=f"{each.ops[0]}{REGION}", frees=_freed(trace, each, ends)) for each in segments)
 
 
 def _freed(trace: Trace, region: Segment, ends: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:

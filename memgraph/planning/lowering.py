@@ -37,7 +37,7 @@ from ..graph.rewrite import Rewriter
 from ..profile.op_profiler import OpProfiler
 from ..profile.region_profiler import RegionProfiler
 from ..profile.step_timer import StepTimes
-from .regions import Regions, regions_of
+from .regions import RegionCompiler, Regions, no_regions
 
 # Inductor fuses these too, though torch does not tag them as pointwise.
 FUSED = frozenset({
@@ -45,7 +45,6 @@ FUSED = frozenset({
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "sum", "mean", "var", "var_mean",
     "amax", "amin", "_to_copy", "clone", "where", "full_like", "zeros_like", "ones_like", "cat", "expand",
 })  # fmt: skip
-NO_REGIONS = Regions({}, {}, ())
 
 
 class NotLowered:
@@ -97,21 +96,20 @@ class Lowering(NotLowered):
         self.prices = {name: price for name, price in priced.items() if price is not None}
         self.segments = tuple(each for each in candidates if each.name in self.prices)
         self.chosen: tuple[Segment, ...] = ()
-        self.regions = NO_REGIONS
+        self.regions: Callable[..., Regions] = no_regions
         if module is not None:
             own = RegionProfiler([*module.parameters(), *module.buffers()], profiler.limit)
-            self.regions = regions_of(self.trace, self.nodes, self._subgraph, own)
+            self.regions = RegionCompiler(self.nodes, self._subgraph, own)
 
     def shared(self) -> Trace:
         return spread_segment_times(self.trace, self.segments, self.prices)
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
         segments = affordable_segments(self.trace, machine, self.segments, self.prices)
-        regions, self.split = self.regions.chosen(self.trace, machine, segments, self.prices)
-        self.chosen = (*regions, *outside_of(regions, segments))
-        prices, run = self.prices | self.regions.prices, self.run | self.regions.run
-        trace = fuse_segments(self.trace, self.chosen, prices)
-        return _WithSegments(self.graph, run, self.chosen).rewrite(trace), trace
+        regions = self.regions(self.trace, machine, segments, self.prices)
+        self.chosen, self.split = (*regions.chosen, *outside_of(regions.chosen, segments)), regions.split
+        trace = fuse_segments(self.trace, self.chosen, {**self.prices, **regions.prices})
+        return _WithSegments(self.graph, {**self.run, **regions.run}, self.chosen).rewrite(trace), trace
 
     def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
         return predict(trace, machine), predict(self.trace, machine).us

@@ -9,14 +9,14 @@ the plan has it, in the code of the half. So do ops that draw random numbers, wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from passes import Machine, Trace
-from passes.segments import Price, Segment, faster_regions, find_regions, over_budget
+from passes.segments import Price, Segment, faster_regions, find_regions, over_budget, split_region
 
 from ..errors import LoweringError
 from ..graph import inductor
@@ -24,49 +24,76 @@ from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, is_random, storages, tensors
 from ..graph.result_layout import layout_in_storage
 from ..graph.summarize import draws
-from ..profile.region_profiler import RegionCost, RegionProfiler
-from ..report.tables import mb
+from ..profile.region_profiler import RegionProfiler
 
+LEAST = 16  # ops that compute, in a part of a region
 _refused: dict[str, str] = {}  # why Inductor could not compile a region, by its digest
 
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions of a step that are compiled, and why others are not."""
+    """The regions that are used, what runs them and their prices by name, and why other ops are not compiled as one."""
 
-    run: dict[str, inductor.Segment]
-    prices: dict[str, Price]
-    found: tuple[Segment, ...]
-    refused: tuple[str, ...] = ()
-
-    def chosen(
-        self, trace: Trace, machine: Machine, segments: Sequence[Segment], prices: dict[str, Price]
-    ) -> tuple[tuple[Segment, ...], str]:
-        """Return the regions that are faster than their ops in `segments` and fit the budget, and why others are not
-        used."""
-        faster = faster_regions(trace, self.found, segments, prices | self.prices)
-        over = over_budget(trace, machine, faster, self.prices)
-        slower = len(self.found) - len(faster)
-        reasons = [f"{slower} not faster"] * bool(slower)
-        reasons += [f"{len(over)} up to {mb(max(over.values(), default=0))} over the budget"] * bool(over)
-        reasons += [f"{count} refused ({reason})" for reason, count in Counter(self.refused).items()]
-        return tuple(region for region in faster if region.name not in over), ", ".join(reasons)
+    chosen: tuple[Segment, ...] = ()
+    run: Mapping[str, inductor.Segment] = field(default_factory=dict)
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    split: str = ""
 
 
-def regions_of(
-    trace: Trace, nodes: dict[str, fx.Node], subgraph: Callable[[Segment], fx.Graph], profiler: RegionProfiler
-) -> Regions:
-    """Return the regions of a planned step, each of which has run once."""
-    run, prices, refused = {}, {}, []
-    candidates = find_regions(trace, lambda op: _is_compilable(nodes[op.name]))
-    for region in candidates:
-        compiled = _compiled(subgraph(region))
-        price = _price(region, compiled, nodes, profiler) if isinstance(compiled, inductor.Segment) else compiled
-        if isinstance(compiled, inductor.Segment) and isinstance(price, Price):
-            run[region.name], prices[region.name] = compiled, price
-        else:
-            refused.append(str(price))
-    return Regions(run, prices, tuple(each for each in candidates if each.name in run), tuple(refused))
+def no_regions(trace: Trace, machine: Machine, segments: Sequence[Segment], prices: Mapping[str, Price]) -> Regions:
+    """Compile none."""
+    return Regions()
+
+
+@dataclass(frozen=True, eq=False)
+class RegionCompiler:
+    """Compiles the regions of a planned step that are faster than their ops in segments, and fit the budget.
+
+    Attributes:
+        nodes: of the graph, by name.
+        subgraph: makes the graph of a segment.
+    """
+
+    nodes: Mapping[str, fx.Node]
+    subgraph: Callable[[Segment], fx.Graph]
+    profiler: RegionProfiler
+
+    def __call__(
+        self, trace: Trace, machine: Machine, segments: Sequence[Segment], prices: Mapping[str, Price]
+    ) -> Regions:
+        """Return the regions. One that is over the budget is compiled in two parts."""
+        run: dict[str, inductor.Segment] = {}
+        found: dict[str, Price] = {}
+        chosen, refused = list[Segment](), list[str]()
+        todo = [*find_regions(trace, lambda op: _is_compilable(self.nodes[op.name]))]
+        while todo:
+            region = todo.pop(0)
+            compiled = _compiled(self.subgraph(region))
+            price = self._price(region, compiled) if isinstance(compiled, inductor.Segment) else compiled
+            if isinstance(price, str) or isinstance(compiled, str):
+                refused.append(str(price))
+            elif not faster_regions(trace, [region], segments, {**prices, region.name: price}):
+                refused.append("not faster")
+            elif over_budget(trace, machine, [region], {region.name: price}):
+                parts = split_region(trace, region, LEAST)
+                refused += ["over the budget"] * (not parts)
+                todo = [*parts, *todo]
+            else:
+                chosen.append(region)
+                run[region.name], found[region.name] = compiled, price
+        split = ", ".join(f"{count} {reason}" for reason, count in Counter(refused).items())
+        return Regions(tuple(chosen), run, found, split)
+
+    def _price(self, region: Segment, run: inductor.Segment) -> Price | str:
+        """Return the price of a region, or why it can't be used."""
+        reads = [tensors(self.nodes[read])[0] for read in region.reads]
+        cost = self.profiler(run, reads, [read in region.frees for read in region.reads])
+        if isinstance(cost, str):
+            return f"refused ({cost})"
+        expected = [layout_in_storage(tensors(self.nodes[value])[0]) for value in region.outputs]
+        if [*cost.layouts] != expected:
+            return "refused (Inductor lays out a result in another way)"
+        return Price(cost.us, cost.workspace)
 
 
 def _compiled(part: fx.Graph) -> inductor.Segment | str:
@@ -76,20 +103,8 @@ def _compiled(part: fx.Graph) -> inductor.Segment | str:
         try:
             return inductor.compile_segment(part)
         except LoweringError as error:
-            _refused[digest] = str(error).splitlines()[0]
+            _refused[digest] = f"refused ({str(error).splitlines()[0]})"
     return _refused[digest]
-
-
-def _price(region: Segment, run: inductor.Segment, nodes: dict[str, fx.Node], profiler: RegionProfiler) -> Price | str:
-    """Return the price of a region, or why it can't be used."""
-    reads = [tensors(nodes[read])[0] for read in region.reads]
-    cost = profiler(run, reads, [read in region.frees for read in region.reads])
-    if not isinstance(cost, RegionCost):
-        return cost
-    expected = [layout_in_storage(tensors(nodes[value])[0]) for value in region.outputs]
-    if [*cost.layouts] != expected:
-        return "Inductor lays out a result in another way"
-    return Price(cost.us, cost.workspace)
 
 
 def _is_compilable(op: fx.Node) -> bool:

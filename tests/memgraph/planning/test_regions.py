@@ -170,7 +170,7 @@ def test_what_inductor_refuses_runs_in_segments_and_is_not_tried_again(monkeypat
     monkeypatch.setattr(inductor, "compile_segment", refusing)
     for _ in range(2):
         parameters, report = compiled(1 << 34, lower="inductor")
-        assert count(report) == 0 and "2 refused" in str(report).replace("1 refused", "2 refused")
+        assert count(report) == 0 and "1 refused (Inductor can't compile" in str(report)
         assert_close(parameters, eager())
     assert len(tried) == 2
 
