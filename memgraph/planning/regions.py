@@ -69,7 +69,7 @@ class RegionCompiler:
         while todo:
             region = todo.pop(0)
             compiled = _compiled(self.subgraph(region))
-            price = self._price(region, compiled) if isinstance(compiled, inductor.Segment) else compiled
+            price = self._price(trace, region, compiled) if isinstance(compiled, inductor.Segment) else compiled
             if isinstance(price, str) or isinstance(compiled, str):
                 refused.append(str(price))
             elif not faster_regions(trace, [region], segments, {**prices, region.name: price}):
@@ -84,8 +84,8 @@ class RegionCompiler:
         split = ", ".join(f"{count} {reason}" for reason, count in Counter(refused).items())
         return Regions(tuple(chosen), run, found, split)
 
-    def _price(self, region: Segment, run: inductor.Segment) -> Price | str:
-        """Return the price of a region, or why it can't be used."""
+    def _price(self, trace: Trace, region: Segment, run: inductor.Segment) -> Price | str:
+        """Return the price of a region, relative to those of its ops, or why it can't be used."""
         reads = [tensors(self.nodes[read])[0] for read in region.reads]
         cost = self.profiler(run, reads, [read in region.frees for read in region.reads])
         if isinstance(cost, str):
@@ -93,7 +93,8 @@ class RegionCompiler:
         expected = [layout_in_storage(tensors(self.nodes[value])[0]) for value in region.outputs]
         if [*cost.layouts] != expected:
             return "refused (Inductor lays out a result in another way)"
-        return Price(cost.us, cost.workspace)
+        alone_us = sum(trace.op[name].us for name in region.ops)
+        return Price(alone_us * cost.us / cost.apart_us, cost.workspace)
 
 
 def _compiled(part: fx.Graph) -> inductor.Segment | str:

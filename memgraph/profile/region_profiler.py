@@ -4,19 +4,21 @@
 
 It frees what it reads for the last time, as in the step: so the peak may be below what it reads and makes together.
 Tensors are generated, with the layouts and the shared storages of the step. Parameters and buffers are the module's
-own, so a measurement needs about the memory that the step needs at this place.
+own, so a measurement needs about the memory that the step needs at this place. Its ops are timed in the same way, one
+after the other: alone, and with empty caches, each takes longer than in a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ..graph.halves.direct_calls import DirectCode
 from ..graph.inductor import Segment
 from ..graph.result_layout import ResultLayout, layout, layout_in_storage
 from ..system.device import block_nbytes, keeping_freed_memory, release_cached
@@ -27,9 +29,11 @@ from .memory_meter import measure_peak, resident_bytes
 
 @dataclass(frozen=True)
 class RegionCost:
-    """Microseconds, bytes at the peak beyond results and what was live before, and layouts of the results."""
+    """Microseconds compiled and op by op, bytes at the peak beyond results and what was live before, and layouts of the
+    results."""
 
     us: float
+    apart_us: float
     workspace: int
     layouts: tuple[ResultLayout, ...]
 
@@ -69,24 +73,29 @@ class RegionProfiler:
                 costs = [cost for cost in found if isinstance(cost, RegionCost)]
                 if len(costs) < len(found):
                     return next(reason for reason in found if isinstance(reason, str))
-                us = self._timed(run, reads, freed, device)
+                _apart(run)(self._inputs(reads, freed, True))
+                us, apart_us = self._times(run, reads, freed, device)
             except (RuntimeError, IndexError, ValueError, AssertionError) as error:
                 release_cached(device)
                 return f"{type(error).__name__}: {error}".splitlines()[0]
-        return RegionCost(us, max(cost.workspace for cost in costs), costs[0].layouts)
+        return RegionCost(us, apart_us, max(cost.workspace for cost in costs), costs[0].layouts)
 
-    def _timed(self, run: Segment, reads: Sequence[Tensor], freed: Sequence[bool], device: torch.device) -> float:
-        """Return the least time of a few runs, none of which holds what it frees."""
-        least, spent, flush = math.inf, 0.0, flush_caches(device)
+    def _times(
+        self, run: Segment, reads: Sequence[Tensor], freed: Sequence[bool], device: torch.device
+    ) -> tuple[float, float]:
+        """Return the least times of a few runs, compiled and op by op in turn; none holds what it frees."""
+        least, spent, flush = [math.inf, math.inf], 0.0, flush_caches(device)
+        ways: list[Callable[[list[Tensor]], object]] = [run.boxed, _apart(run)]
         with keeping_freed_memory():
             for _ in range(REPEATS):
-                given = self._inputs(reads, freed, True)
-                flush()
-                least = min(least, us := timed_us(partial(run.boxed, given), device)[1])
-                spent += us
-                if spent >= ENOUGH_US:
+                for i, way in enumerate(ways):
+                    given = self._inputs(reads, freed, True)
+                    flush()
+                    least[i] = min(least[i], us := timed_us(partial(way, given), device)[1])
+                    spent += us
+                if spent >= 2 * ENOUGH_US:
                     break
-        return round(least, 1)
+        return least[0], least[1]
 
     def _measured(
         self, run: Segment, reads: Sequence[Tensor], freed: Sequence[bool], device: torch.device, truth: bool
@@ -106,7 +115,7 @@ class RegionProfiler:
         if len({*storages} - {value.untyped_storage()._cdata for value in kept}) < len(results):
             return "results share memory"
         workspace = allocated.peak - before - resident_bytes(results)
-        return RegionCost(0.0, block_nbytes(workspace, device), tuple(map(layout_in_storage, results)))
+        return RegionCost(0.0, 0.0, block_nbytes(workspace, device), tuple(map(layout_in_storage, results)))
 
     def _inputs(self, reads: Sequence[Tensor], freed: Sequence[bool], truth: bool) -> list[Tensor]:
         """Return real tensors for fake ones."""
@@ -122,6 +131,17 @@ class RegionProfiler:
 
     def _is_own(self, value: Tensor) -> bool:
         return any(value is each for each in self.own)
+
+
+def _apart(run: Segment) -> Callable[[list[Tensor]], object]:
+    """Return a function that does the same op by op, as the step would."""
+    if run.part is None:
+        return run.boxed
+    graph = fx.Graph()
+    graph.set_codegen(DirectCode())
+    graph.output(graph.graph_copy(run.part, {}))
+    function: Callable[[list[Tensor]], object] = fx.GraphModule({}, graph).forward
+    return function
 
 
 def _generated(fake: Tensor, storages: dict[int, torch.UntypedStorage], truth: bool) -> Tensor:
