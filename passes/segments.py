@@ -57,7 +57,7 @@ class Price:
 
 
 def find_segments(trace: Trace, fusible: Callable[[Op], bool], most: int = MOST) -> tuple[Segment, ...]:
-    """Return the longest segments of views and ops that are `fusible`, `most` of which compute."""
+    """Return the longest segments of views and ops that are `fusible`, with at most `most` ops that compute."""
     graph = step_graph(trace)
     tuples = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values with items
     segments: list[Segment] = []
@@ -131,7 +131,7 @@ def faster_regions(
 
 
 def outside_of(regions: Iterable[Segment], segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return the segments none of whose ops are in a region."""
+    """Return the segments without an op in a region."""
     inside = {name for region in regions for name in region.ops}
     return tuple(each for each in segments if inside.isdisjoint(each.ops))
 

@@ -40,7 +40,7 @@ class Segment:
         return self.boxed([*tensors])
 
     def boxed(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        """Run on a list of tensors, each of which is released at its last read."""
+        """Run on a list of tensors; each is released at its last read."""
         return tuple(self.run(tensors))
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ plan_cache         plans that were found before
 accumulated_step   a plan of the step that adds to gradients
 later_step         the step of the same call once gradients exist
 scalar_outputs     plan for scalar outputs alone where no plan for all fits
-lowering           compile segments of a planned graph with Inductor
+lowering           compile parts of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step
 measured_prices    those times as prices

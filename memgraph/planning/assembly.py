@@ -28,7 +28,7 @@ from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
 from ..system.device import return_freed_memory
-from .lowering import NotLowered, lowering_of
+from .lowering.lowering import NotLowered, lowering_of
 from .optimizer_state import OptimizerState
 from .pricing import op_profiler
 from .step_graph import StepGraph

@@ -25,7 +25,7 @@ from ..profile.op_profiler import OpProfiler, kernel_modes_text, room_nbytes
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
 from .lengths.nearby_times import scaled_times
-from .lowering import lowering_of
+from .lowering.lowering import lowering_of
 from .optimizer_state import OptimizerState
 from .progress import Progress
 from .step_graph import StepGraph

@@ -18,7 +18,7 @@ from ..profile.step_timer import StepTimes
 from ..report.tables import mb
 from ..runtime.step import Step
 from .assembly import AssembledStep
-from .lowering import NotLowered
+from .lowering.lowering import NotLowered
 from .measured_prices import with_measured_times
 from .plan_cache import is_final, remember
 from .progress import Progress

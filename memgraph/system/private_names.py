@@ -131,7 +131,8 @@ CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
 }
 
 LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules take long to import
-    "torch._inductor.standalone_compile": "compiles a part of a graph",
+    "torch._inductor.compile_fx.compile_fx_inner": "compiles a part of a graph",
+    "torch._inductor.decomposition.select_decomp_table": "the ops that Inductor wants in place of others",
     "torch._inductor.custom_graph_pass.CustomKnapsackSolver": "the class of solvers that torch.compile takes",
     "torch._functorch.partitioners.estimate_runtime": "the flops of an op whose sizes are symbols",
 }

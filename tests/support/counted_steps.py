@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import memgraph
-from memgraph.planning import regions
+from memgraph.planning.lowering import regions
 from memgraph.profile.memory_meter import resident_bytes
 from passes.ir.ops import is_region
 from tests.support.allocator_meter import Allocator, preloaded
@@ -65,7 +65,9 @@ def main() -> None:
     allocator = Allocator()
     after_planning(allocator.reset)
     for name, share in (pair.split(":") for pair in given.cases):
-        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer, given.calls, given.regions):
+        for row in counted(
+            ALL[name], float(share), allocator, given.time_limit, given.optimizer, given.calls, given.regions
+        ):
             print(json.dumps(asdict(row)), flush=True)
 
 

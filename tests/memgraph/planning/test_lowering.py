@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import Cost, summarize
-from memgraph.planning.lowering import Lowering
+from memgraph.planning.lowering.lowering import Lowering
 from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, Trace, make_plan, predict
 from tests.support.law_models import subject, traced

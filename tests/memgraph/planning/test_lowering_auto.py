@@ -17,8 +17,9 @@ from memgraph.graph import inductor
 from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.planning import regions, target
-from memgraph.planning.lowering import Lowering
+from memgraph.planning import target
+from memgraph.planning.lowering import regions
+from memgraph.planning.lowering.lowering import Lowering
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict

@@ -9,7 +9,7 @@ from torch import nn
 import memgraph
 from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
-from memgraph.planning.lowering import Lowering
+from memgraph.planning.lowering.lowering import Lowering
 from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict
 from passes.segments import Price

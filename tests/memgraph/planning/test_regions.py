@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.errors import LoweringError
 from memgraph.graph import inductor
-from memgraph.planning import regions
+from memgraph.planning.lowering import regions
 from memgraph.profile.region_profiler import RegionCost, RegionProfiler
 from memgraph.storage.disk_tier import DiskLease
 from passes.ir.ops import FREE, OFFLOAD, RELOAD, SEGMENT, WAIT, is_region

@@ -29,14 +29,14 @@ from passes.segments import (
 )
 from passes.simulate.plan_result import with_higher_costs
 
-from ..graph import inductor
-from ..graph.float_arguments import float_arguments
-from ..graph.nodes import all_storages, storages, tensors
-from ..graph.result_layout import empty_like, layout
-from ..graph.rewrite import Rewriter
-from ..profile.op_profiler import OpProfiler
-from ..profile.region_profiler import RegionProfiler
-from ..profile.step_timer import StepTimes
+from ...graph import inductor
+from ...graph.float_arguments import float_arguments
+from ...graph.nodes import all_storages, storages, tensors
+from ...graph.result_layout import empty_like, layout
+from ...graph.rewrite import Rewriter
+from ...profile.op_profiler import OpProfiler
+from ...profile.region_profiler import RegionProfiler
+from ...profile.step_timer import StepTimes
 from .regions import RegionCompiler, Regions, no_regions
 
 # Inductor fuses these too, though torch does not tag them as pointwise.

@@ -18,13 +18,13 @@ from torch import Tensor, fx
 from passes import Machine, Trace
 from passes.segments import Price, Segment, faster_regions, find_regions, over_budget, split_region
 
-from ..errors import LoweringError
-from ..graph import inductor
-from ..graph.float_arguments import float_arguments
-from ..graph.nodes import all_storages, is_random, storages, tensors
-from ..graph.result_layout import layout_in_storage
-from ..graph.summarize import draws
-from ..profile.region_profiler import RegionProfiler
+from ...errors import LoweringError
+from ...graph import inductor
+from ...graph.float_arguments import float_arguments
+from ...graph.nodes import all_storages, is_random, storages, tensors
+from ...graph.result_layout import layout_in_storage
+from ...graph.summarize import draws
+from ...profile.region_profiler import RegionProfiler
 
 LEAST = 16  # ops that compute, in a part of a region
 _refused: dict[str, str] = {}  # why Inductor could not compile a region, by its digest
@@ -119,7 +119,7 @@ def _is_compilable(op: fx.Node) -> bool:
 
 
 def _is_of_tensors(node: fx.Node) -> bool:
-    """Return True for a tensor, and for a tuple of which only tensors are read."""
+    """Return True for a tensor, and for a tuple if only its tensors are read."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
         return bool(tensors(node)) and all(isinstance(user.meta.get("val"), Tensor) for user in node.users)
