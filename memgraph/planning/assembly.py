@@ -90,7 +90,8 @@ class Assembly:
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
-            split=split or lowering.split, value_run=captured.value_run_nbytes, slices=captured.slices,
+            op_by_op=lowering.op_by_op_nbytes(result.forecast), split=split or lowering.split,
+            value_run=captured.value_run_nbytes, slices=captured.slices,
             whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
         )  # fmt: skip
         reused = dead_memory(graph, result.forecast) if graph is planned else {}

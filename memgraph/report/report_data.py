@@ -83,6 +83,8 @@ class ReportData:
         lowered: forecast of the step as it runs with parts compiled by Inductor; None if nothing is compiled.
         apart_us: microseconds of the same plan with nothing compiled.
         uncompiled: number of segments that Inductor could not compile, and that run op by op.
+        op_by_op: peak bytes of a step whose loss is of only some outputs, as its backward runs compiled ops one by one;
+            0 if there is one output, or nothing is compiled.
         split: why ops between memory ops are not compiled as one, where they are not.
         recorded: what to print about CUDA graphs; empty if they were not asked for.
         blocks: on a GPU, peak bytes that torch's allocator had given out in the measured step.
@@ -119,6 +121,7 @@ class ReportData:
     lowered: Forecast | None = None
     apart_us: float = 0.0
     uncompiled: int = 0
+    op_by_op: int = 0
     split: str = ""
     recorded: str = ""
     blocks: int = 0
@@ -181,7 +184,7 @@ class ReportData:
     @property
     def peak(self) -> int:
         """Peak bytes of the forecast."""
-        return self.forecast.peak
+        return max(self.forecast.peak, self.op_by_op)
 
     def allocator(self, expandable: bool = False) -> Held:
         """Simulate torch's CUDA allocator: what it would hold for the step's allocations, inputs left out.

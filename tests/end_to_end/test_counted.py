@@ -32,7 +32,7 @@ def children(folder: Path, *options: str, of: str = "tests.support.counted_steps
     return ended.stdout.splitlines()
 
 
-def assert_within(folder: Path, names: list[str], *options: str) -> None:
+def assert_within(folder: Path, names: list[str], *options: str) -> list[Counted]:
     rows = [Counted(**json.loads(line)) for line in children(folder, *options, *names)]
     calls = int(options[options.index("--calls") + 1]) if "--calls" in options else 1
     assert len(rows) == STEPS * calls * len(names)
@@ -40,6 +40,7 @@ def assert_within(folder: Path, names: list[str], *options: str) -> None:
     assert not over
     missed = [row for row in rows if row.measured is None or row.measured < row.counted]
     assert not missed
+    return rows
 
 
 def test_every_step_of_every_model_is_within_its_budget(tmp_path: Path) -> None:
@@ -54,6 +55,11 @@ def test_with_an_optimizer_the_update_is_within_it_too(tmp_path: Path) -> None:
 def test_calls_that_add_to_gradients_are_within_it_too(tmp_path: Path) -> None:
     names = ["gpt2:0.15", "llama:0.2", "tied:0.1"]  # at which gradients are on disk
     assert_within(tmp_path, names, "--time-limit", "0.5", "--optimizer", "--calls", "2")
+
+
+def test_with_compiled_halves_every_step_is_within_its_budget_too(tmp_path: Path) -> None:
+    names = ["queue:0.6", "tied:0.6"]  # of the first, the loss is one of several outputs
+    assert all(row.regions for row in assert_within(tmp_path, names, "--time-limit", "0.5", "--regions"))
 
 
 @pytest.mark.slow

@@ -68,6 +68,10 @@ class NotLowered:
         """Return the forecast of a lowered trace, and the microseconds of the same ops without segments."""
         return None, 0.0
 
+    def op_by_op_nbytes(self, forecast: Forecast) -> int:
+        """Return the peak where a loss of only some outputs runs compiled ops one by one; 0 if it can't."""
+        return 0
+
     def restated(self, choice: PlanResult, machine: Machine) -> PlanResult:
         """Return the plan's result at the prices of the lowered step."""
         return choice
@@ -113,6 +117,10 @@ class Lowering(NotLowered):
 
     def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
         return predict(trace, machine), predict(self.trace, machine).us
+
+    def op_by_op_nbytes(self, forecast: Forecast) -> int:
+        tangents = sum(op.fn == "tangent" for op in forecast.trace.ops)
+        return forecast.peak if self.chosen and tangents > 1 else 0
 
     def restated(self, choice: PlanResult, machine: Machine) -> PlanResult:
         """An op in no segment takes its own time, however cheap it was planned to be inside one."""

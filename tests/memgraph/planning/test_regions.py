@@ -99,7 +99,8 @@ def test_random_numbers_are_eagers_and_an_output_without_a_loss_adds_nothing() -
         found = gradients(model, ours, outputs)
         assert_close(found, gradients(model, model, outputs))
         assert all(gradient.isfinite().all() for gradient in found)
-    assert count(ours.plan)
+        assert ours.plan.measured is not None and ours.plan.measured <= ours.plan.peak
+    assert count(ours.plan) and ours.plan.peak >= ours.plan.choice.forecast.peak
 
 
 def test_a_kept_graph_is_differentiated_twice() -> None:
