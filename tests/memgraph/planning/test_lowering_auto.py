@@ -109,7 +109,7 @@ def test_what_is_in_no_segment_is_stated_at_its_own_price(monkeypatch: pytest.Mo
         return Price(0.01)
 
     monkeypatch.setattr(Lowering, "_price", price)
-    monkeypatch.setattr(inductor, "compile_segment", lambda part: Segment("none", lambda: ()))
+    monkeypatch.setattr(inductor, "compile_segment", lambda part: Segment("none", lambda given: ()))
     graph, prober = subject("attention").graphs[False], OpProfiler(1 << 30)
     alone = summarize(graph, prober)
     cheap = Lowering(graph, alone, prober).shared()

@@ -24,7 +24,7 @@ def test_what_makes_ops_cheap_in_the_plan_is_faster_than_they_are(monkeypatch: p
         return Price(0.01)
 
     monkeypatch.setattr(Lowering, "_price", price)
-    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda: ()))
+    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda given: ()))
     graph, prober = subject("attention").graphs[False], OpProfiler(1 << 30)
     priced = Lowering(graph, traced("attention", False), prober).shared()
     choice = make_plan(priced, Machine(predict(priced, LARGE).peak * 8 // 10))
@@ -42,7 +42,7 @@ def test_the_report_says_that_nothing_is_compiled(monkeypatch: pytest.MonkeyPatc
         return Price(1e9)
 
     monkeypatch.setattr(Lowering, "_price", dear)
-    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda: ()))
+    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda given: ()))
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
     report = memgraph.plan(model, torch.ones(4, 8), budget="1GB", lower="inductor")
     assert "nothing is compiled, as no segment is faster than its ops and within the budget" in str(report)
