@@ -24,6 +24,7 @@ from ..graph.result_layout import ResultLayout, layout, layout_in_storage
 from ..system.device import block_nbytes, keeping_freed_memory, release_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import ENOUGH_US, REPEATS, flush_caches, timed_us
+from .generated_arguments import randomize
 from .memory_meter import measure_peak, resident_bytes
 
 
@@ -121,12 +122,15 @@ class RegionProfiler:
         """Return real tensors for fake ones."""
         own = {layout(value): value for value in self.own}
         storages: dict[int, torch.UntypedStorage] = {}
-        given = []
+        given, generated = list[Tensor](), list[Tensor]()
         for fake, is_freed in zip(reads, freed, strict=True):
             real = None if is_freed else own.get(layout(fake))
             if real is None or real.device != fake.device or fake.storage_offset() or real.storage_offset():
                 real = _generated(fake, storages, truth)
+                generated.append(real)
             given.append(real)
+        if generated and generated[0].device.type != "cpu":
+            randomize(generated, generated[0].device)
         return given
 
     def _is_own(self, value: Tensor) -> bool:
