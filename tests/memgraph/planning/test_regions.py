@@ -16,6 +16,7 @@ from memgraph.errors import LoweringError
 from memgraph.graph import inductor
 from memgraph.planning.lowering import regions
 from memgraph.profile.region_profiler import RegionCost, RegionProfiler
+from memgraph.report.tables import mb
 from memgraph.storage.disk_tier import DiskLease
 from passes.ir.ops import FREE, OFFLOAD, RELOAD, SEGMENT, WAIT, is_region
 from tests.memgraph.planning.test_lowering import compiled, eager
@@ -208,3 +209,7 @@ def test_a_region_whose_results_share_memory_is_refused() -> None:
         return (given[0].view(10, 100),)
 
     assert profiled(same, freed=True) == profiled(input_itself, freed=False) == "results share memory"
+
+
+def test_fewer_bytes_than_before_are_printed_in_megabytes() -> None:
+    assert mb(-3_378_176) == "-3.4 MB" and mb(-100) == "-100 B"
