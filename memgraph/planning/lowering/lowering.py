@@ -37,6 +37,7 @@ from ...graph.rewrite import Rewriter
 from ...profile.op_profiler import OpProfiler
 from ...profile.region_profiler import RegionProfiler
 from ...profile.step_timer import StepTimes
+from ...storage.mapped_storage import is_offloaded
 from .regions import RegionCompiler, Regions, no_regions
 
 # Inductor fuses these too, though torch does not tag them as pointwise.
@@ -102,7 +103,8 @@ class Lowering(NotLowered):
         self.chosen: tuple[Segment, ...] = ()
         self.regions: Callable[..., Regions] = no_regions
         if module is not None:
-            own = RegionProfiler([*module.parameters(), *module.buffers()], profiler.limit)
+            on_device = [x for x in (*module.parameters(), *module.buffers()) if not is_offloaded(x)]
+            own = RegionProfiler(on_device, profiler.limit)
             self.regions = RegionCompiler(self.nodes, self._subgraph, own)
 
     def shared(self) -> Trace:
