@@ -30,6 +30,7 @@ GRAPHED = "50%"  # beside which it is also run as CUDA graphs
 PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
 WARM = 7  # steps before any is timed: compiled; planned, measured and timed, twice; noted for an arena
+SETTLED, MOST = 10, 50  # steps in a row with one plan before memgraph is timed, and the most that are waited for
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -157,8 +158,20 @@ def _ours(row: Row, shape: Shape, laps: Laps, count: int, **options: Any) -> Row
     laps.clear()
     model, x = stack(shape, laps.device)
     ours = memgraph.compile(model, row.budget, time_limit=SEARCH, **options)
+    settle(ours, step_of(model, lambda: ours(x)))
     taken = _taken(model, x, lambda: ours(x), laps, count)
     return replace(row, taken=taken, why=plan_of(ours.plan))
+
+
+def settle(ours: memgraph.CompiledModule, step: Callable[[], object]) -> None:
+    """Run steps until the plan, which is looked at again with measured times, has stayed the same for a while."""
+    same, before = 0, None
+    for _ in range(MOST):
+        step()
+        now = ours.plan.plan, ours.plan.measured_us, ours.plan.arena
+        same, before = (same + 1 if now == before else 0), now
+        if same == SETTLED:
+            return
 
 
 def plan_of(report: memgraph.Report) -> str:
@@ -167,7 +180,8 @@ def plan_of(report: memgraph.Report) -> str:
     again = sum(bool(op.recomputes) for op in report.forecast.trace.ops)
     far = sum(isinstance(decision, Stream) for decision in report.plan)
     moved = f"{fns.count(OFFLOAD)} away" + (f", {far} at home there" if far else "")
-    return f"{again} again, {moved}, forecast {report.forecast.us / 1e3:.1f} ms"
+    apart = f", {report.arena}" if report.arena.startswith("not") else ""
+    return f"{again} again, {moved}, forecast {report.predicted_us / 1e3:.1f} ms{apart}"
 
 
 def _taken(model: nn.Module, x: torch.Tensor, loss: Callable[[], torch.Tensor], laps: Laps, count: int) -> Taken:

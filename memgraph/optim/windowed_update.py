@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.async_copy import Copy, CopyFunction, CopyLog, finish_copies
+from ..storage.async_copy import Copy, CopyChunk, CopyFunction, finish_copies
 from ..storage.io_threads import read, write
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
@@ -100,7 +100,7 @@ class WindowedUpdate:
             self.host_step = HostStep(optimizer, location, self._window_nbytes(host_windows))
         self.computed = self.finished = 0  # windows
         self.waited_s = 0.0  # for the tier
-        self.copies: CopyLog = {write: [], read: []}
+        self.copies: dict[CopyFunction, list[CopyChunk]] = {write: [], read: []}
         self.filled: dict[int, FilledWindow] = {}
         self.drained: dict[int, DrainedWindow] = {}
         self.fingerprints = self._fingerprints()

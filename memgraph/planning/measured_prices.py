@@ -26,7 +26,8 @@ def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) 
     """
     ran = choice.forecast.trace
     link, cast = machine.link, machine.cast
-    out, back = (rate or known for rate, known in zip(times.rates, (link.out, link.back), strict=True))
+    rates = times.rates(link.half_duplex)
+    out, back = (rate or known for rate, known in zip(rates, (link.out, link.back), strict=True))
     narrow, widen = _cast_rate(ran, times, NARROW) or cast.out, _cast_rate(ran, times, WIDEN) or cast.back
     # The measured times of ops already contain what copies beside them cost.
     link = replace(link, out=out, back=back, us_per_byte=0.0)

@@ -33,10 +33,9 @@ class StepTimes:
     us: float
     copies: tuple[CopyLog, ...] = ()
 
-    @cached_property
-    def rates(self) -> tuple[float, float]:
+    def rates(self, half_duplex: bool) -> tuple[float, float]:
         """Return bytes per microsecond of offloads and reloads; 0.0 if there was no copy."""
-        return copy_rates(*self.copies)
+        return copy_rates(*self.copies, half_duplex=half_duplex)
 
     def without(self, waited: Mapping[str, float]) -> StepTimes:
         """Subtract the microseconds that ops waited for the tier; on a GPU, the host's waits overlap the op."""

@@ -14,6 +14,7 @@ See passes/simulate/spacers.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from ..profile.request_log import RequestLog, Requests, why_not_logged
 from ..profile.step_timer import timing_ops
 
 MOST_HELD = 3  # blocks that are given up since results of a run are held in them
+_log = logging.getLogger(__name__)
 Code = Callable[[fx.GraphModule, list[Any]], Iterable[Any]]
 
 
@@ -55,7 +57,7 @@ class StepArena:
 
     def begin(self) -> NotedRun | RunInArena | None:
         """Return the run that is noted, or one in the arena; None for one outside."""
-        if self.why_not or self._is_busy:
+        if self.why_not or self._is_busy or torch.cuda.is_current_stream_capturing():
             return None
         if self._guide is None:
             self._is_busy = True
@@ -86,6 +88,7 @@ class StepArena:
         if requests.expandable:
             self._leave("segments are expandable, and torch can't free a pool of these")
             return
+        _log.info("addresses are found for %d requests", len(requests.events) // 2)
         self._guide = found = guide(requests.events, limit=max(self.budget - allocated, requests.live))
         hold = partial(_hold, found.spacers, self.device)
         for i, half in enumerate(self.halves):

@@ -99,8 +99,10 @@ class StepRun:
         return [tangent for fake, tangent in pairs if tangent is not None and _has_strides(fake, tangent)]
 
     def time(self, device: torch.device) -> None:
-        """Time each op of this run."""
+        """Time each op of this run, and each copy."""
         self.clock = Clock(device)
+        if self.lease is not None:
+            self.lease.time_copies()
 
     def check_ranks(self) -> None:
         """Wait until all ranks are about to run the same step.

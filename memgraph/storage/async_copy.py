@@ -11,7 +11,7 @@ The threads are in `io_threads.py`; this file decides which copy waits for which
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,7 +40,18 @@ class CopyChunk(OneShotEvent):
             raise self.error
 
 
-CopyLog = dict[CopyFunction, list[CopyChunk]]  # all chunks that were begun, by `read` and `write`
+class TimedCopy(Protocol):
+    """A copy that was begun; if it has ended without an error, `ended` is not 0. Times are seconds."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def started(self) -> float: ...
+    @property
+    def ended(self) -> float: ...
+
+
+CopyLog = Mapping[CopyFunction, Sequence[TimedCopy]]  # all that were begun, by `read` and `write`
 CopyGuard = Callable[[CopyChunk], object]  # called before bytes move; may raise to prevent it
 
 
@@ -98,21 +109,22 @@ def finish_copies(*copies: ChunkedCopy | None) -> None:
         chunk.wait()
 
 
-def copy_rates(*logs: CopyLog) -> tuple[float, float]:
+def copy_rates(*logs: CopyLog, half_duplex: bool) -> tuple[float, float]:
     """Return the bytes per microsecond written and read while copies ran, 0.0 if none has ended.
 
-    While both directions were busy, each running chunk has an equal share of the time.
+    While both directions of a half-duplex link were busy, each running copy has an equal share of the time.
     """
-    directions = [[chunk for log in logs for chunk in log.get(move, ()) if chunk.ended] for move in (write, read)]
-    changes = [(chunk.started, 1, i) for i, chunks in enumerate(directions) for chunk in chunks]
-    changes += [(chunk.ended, -1, i) for i, chunks in enumerate(directions) for chunk in chunks]
+    directions = [[copy for log in logs for copy in log.get(move, ()) if copy.ended] for move in (write, read)]
+    changes = [(copy.started, 1, i) for i, copies in enumerate(directions) for copy in copies]
+    changes += [(copy.ended, -1, i) for i, copies in enumerate(directions) for copy in copies]
     busy, running, before = [0.0, 0.0], [0, 0], 0.0
     for at, change, direction in sorted(changes):
         for i in (0, 1):
-            busy[i] += running[i] / max(1, sum(running)) * (at - before)
+            others = sum(running) if half_duplex else running[i]
+            busy[i] += running[i] / max(1, others) * (at - before)
         running[direction] += change
         before = at
-    sums = (sum(chunk.nbytes for chunk in chunks) for chunks in directions)
+    sums = (sum(copy.nbytes for copy in copies) for copies in directions)
     out, back = (nbytes / seconds / 1e6 if seconds else 0.0 for nbytes, seconds in zip(sums, busy, strict=True))
     return out, back
 

@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 import torch
 
 from ..system.user_warning import warn_user
-from .async_copy import Copy, CopyChunk, CopyFunction, CopyLog, finish_copies
+from .async_copy import Copy, CopyChunk, CopyFunction, finish_copies
 from .io_threads import STAGING, IoThread, read, start, write
 from .mapped_storage import BufferSlice, FileMapping
 from .spill_file import PAGE, SpillError, is_ram, spill_folder, unnamed_file, whole_pages
@@ -95,8 +95,11 @@ class DiskLease:
         self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.copies: CopyLog = {write: [], read: []}  # what the threads have begun
+        self.copies: dict[CopyFunction, list[CopyChunk]] = {write: [], read: []}  # what the threads have begun
         self.dropped = False
+
+    def time_copies(self) -> None:
+        """Do nothing: the threads record times of all copies."""
 
     def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import has_layout, view_bytes_as
-from .async_copy import CopyLog
+from .async_copy import CopyFunction
+from .io_threads import read, write
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
 from .spill_file import PAGE, whole_pages
@@ -92,8 +95,14 @@ class PinnedLease:
         self.copying_back: dict[int, EventCopy] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
         self.views: dict[int, Tensor] = {}  # by slot, the latest view of its bytes
-        self.copies: CopyLog = {}  # events record no times
+        self.copies: dict[CopyFunction, list[EventTimes]] = {write: [], read: []}  # of a run that is timed
+        self.since: Any = None  # the event from which times of copies count
         self.bound = tier.bound  # of this run: a later one may find the state elsewhere
+
+    def time_copies(self) -> None:
+        """Record the times of copies. Not yet run on a GPU."""
+        self.since = self.cuda.Event(enable_timing=True)
+        self.since.record(self.cuda.current_stream(self.device))
 
     def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
@@ -102,7 +111,7 @@ class PinnedLease:
 
     def offload(self, slot: int, tensor: Tensor) -> None:
         out, _ = copy_streams(self.cuda, self.device)
-        self.written[slot] = self._copy(out, self._host_view(slot, tensor), tensor)
+        self.written[slot] = self._copy(write, out, self._host_view(slot, tensor), tensor)
         self.copying_out[slot] = self.written[slot], tensor
 
     def free(self, slot: int) -> None:
@@ -113,7 +122,7 @@ class PinnedLease:
         _, back = copy_streams(self.cuda, self.device)
         if slot in self.written or slot not in self.bound:
             back.wait_event(self.written[slot])
-        self.copying_back[slot] = self._copy(back, tensor, self._host_view(slot, tensor)), tensor
+        self.copying_back[slot] = self._copy(read, back, tensor, self._host_view(slot, tensor)), tensor
 
     def wait(self, slot: int) -> None:
         event, _ = self.copying_back.pop(slot)
@@ -163,9 +172,39 @@ class PinnedLease:
         self.views[slot] = view
         return view
 
-    def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
-        self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)
+    def _copy(self, move: CopyFunction, stream: Any, into: Tensor, of: Tensor) -> Any:
+        if self.since is None:
+            event = copy_on_stream(self.cuda, self.device, stream, into, of)
+        else:
+            stream.wait_stream(self.cuda.current_stream(self.device))
+            begin = self.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            event = record_event(self.cuda, stream, into, of, timed=True)
+            self.copies[move].append(EventTimes(self.since, begin, event, of.nbytes))
+        self.last[stream] = event
         return event
+
+
+@dataclass(frozen=True, eq=False)
+class EventTimes:
+    """A copy between two events. Its times, in seconds after the event `since`, are known when it has ended."""
+
+    since: Any
+    begin: Any
+    end: Any
+    nbytes: int
+
+    @cached_property
+    def started(self) -> float:
+        """When the copy began."""
+        self.end.synchronize()
+        return float(self.since.elapsed_time(self.begin)) / 1e3
+
+    @cached_property
+    def ended(self) -> float:
+        """When it ended."""
+        self.end.synchronize()
+        return float(self.since.elapsed_time(self.end)) / 1e3
 
 
 def copy_on_stream(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
@@ -174,11 +213,11 @@ def copy_on_stream(cuda: Any, device: torch.device, stream: Any, into: Tensor, o
     return record_event(cuda, stream, into, of)
 
 
-def record_event(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
+def record_event(cuda: Any, stream: Any, into: Tensor, of: Tensor, timed: bool = False) -> Any:
     """Copy on a stream, and return the event at its end."""
     with cuda.stream(stream):
         into.copy_(of, non_blocking=True)
-        event = cuda.Event()
+        event = cuda.Event(enable_timing=timed)
         event.record(stream)
     return event
 

@@ -37,9 +37,15 @@ class Tier(Protocol):
 
 
 class Lease(Protocol):
-    """The slots of one run of a step, and a log of its copies, which is empty where no times are recorded."""
+    """The slots of one run of a step, and a log of its copies."""
 
-    copies: CopyLog
+    @property
+    def copies(self) -> CopyLog:
+        """The copies that were begun; empty where no times are recorded."""
+        ...
+
+    def time_copies(self) -> None:
+        """Record the times of the copies of this run, where that is not done anyway."""
 
     def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be slices of offloaded state in this run only."""

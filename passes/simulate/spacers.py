@@ -21,7 +21,8 @@ import numpy as np
 from .arena import Arena, Slot, place
 from .caching_allocator import SMALL, Block, Pool, whole_segment
 
-SEEDS, ROUNDS = 12, 60  # placements that are tried, and the rounds of each one's search
+SEEDS, ROUNDS = 12, 60  # placements that are tried, and the rounds of each one's search: at most,
+WORK = 20_000  # and at most as many as this is over the number of requests, but two
 ENOUGH = 1.005  # of what is live at once may be held
 TRIES = 32  # places that are blocked for one op
 MOVES = 16  # requests of one op that get another place
@@ -80,8 +81,9 @@ def guide(events: Sequence[Event], expandable: bool = False, limit: int | None =
     large = _large(events)
     slots = _slots(large)
     best: Guide | None = None
-    for seed in range(SEEDS):
-        found = _with_places(large, place(slots, ROUNDS, seed), expandable, limit)
+    tries = max(2, WORK // max(1, len(slots)))
+    for seed in range(min(SEEDS, tries)):
+        found = _with_places(large, place(slots, min(ROUNDS, tries), seed), expandable, limit)
         if best is None or found.reserved < best.reserved:
             best = found
         if best.reserved <= whole_segment(int(best.live * ENOUGH), expandable):

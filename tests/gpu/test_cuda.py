@@ -72,12 +72,12 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
     cuda: Any = torch.cuda
     out, back = pinned_tier.copy_streams(cuda, CUDA)
 
-    def slow(lease: pinned_tier.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
+    def slow(lease: pinned_tier.PinnedLease, move: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
         sleeper = torch.cuda.current_stream(CUDA) if late == "compute" else {"out": out, "back": back}.get(late)
         if sleeper is not None and (late == "compute" or sleeper is stream):
             with torch.cuda.stream(sleeper):
                 torch.cuda._sleep(LATE)
-        return copy(lease, stream, into, of)
+        return copy(lease, move, stream, into, of)
 
     monkeypatch.setattr(pinned_tier.PinnedLease, "_copy", slow)
     same_as_eager, report = equal("gpt2-xl", "8GB")

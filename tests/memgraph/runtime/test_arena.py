@@ -31,7 +31,7 @@ class Allocator:
 
     def __init__(self) -> None:
         self.held: list[tuple[str, list[Any]]] = []
-        self.pool, self.blocks, self.is_held = 100, 0, False
+        self.pool, self.blocks, self.is_held, self.is_capturing = 100, 0, False, False
 
 
 class Log:
@@ -87,6 +87,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(arena, "why_not_logged", lambda device: "")
     monkeypatch.setattr(arena, "_held_nbytes", lambda device: played.pool)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: played.is_capturing)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(
         torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7, "reserved_bytes.all.peak": 9}
@@ -174,6 +175,16 @@ def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator)
     ours(torch.ones(4, 8))  # has no backward
     trained(model, ours)
     assert ours._latest.arena._guide is not None and not allocator.held
+    trained(model, ours)
+    assert allocator.held
+
+
+def test_a_step_that_the_caller_records_allocates_where_the_recording_does(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    allocator.is_capturing = True
+    trained(model, ours)
+    assert not allocator.held
+    allocator.is_capturing = False
     trained(model, ours)
     assert allocator.held
 
