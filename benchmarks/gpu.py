@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu [--part NAME ...] [--seconds 420] [--laps 10] [--toy]
 
-Kernels, copies, an update of states in pinned memory and the prices of ops come first, then blocks of GPT2-XL and
-Llama-8B, in bfloat16: eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on
-the CPU, and memgraph at the peak of each, once as CUDA graphs; then a model of 7B parameters, trained under 16 and 8 GB
-and by a plain rule. Rows that are skipped for lack of time say so. benchmarks/results/<device>/<date>.json is written
-after each row, and a table is printed at the end. `make gpu` has a process for each part. With --toy it is small enough
-for a CPU.
+Kernels, copies, an update of states in pinned memory, the prices of ops and what an arena gains come first. Then blocks
+of GPT2-XL and Llama-8B, in bfloat16: eager, compiled, compiled under `activation_memory_budget`, checkpointed, with
+saved tensors on the CPU, and memgraph at the peak of each, once as CUDA graphs. Then a model of 7B parameters, trained
+under 16 and 8 GB and by a plain rule. Rows that are skipped for lack of time say so.
+benchmarks/results/<device>/<date>.json is written after each row, and a table is printed at the end. `make gpu` has a
+process for each part. With --toy it is small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import bandwidth, beside, prices, updates, whole
+from benchmarks import arena_steps, bandwidth, beside, prices, updates, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
@@ -35,7 +35,8 @@ from benchmarks.records import Run
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
 STEPS = 3  # that are timed
-FIGURES = ("kernels", "copies", "updates", "prices")
+FIGURES = ("kernels", "copies", "updates", "prices", "arena")
+LONG = {"arena": 240.0}  # seconds for figures that take longer than PART
 PARTS = (*FIGURES, *SHAPES, *whole.SEVEN.parts)
 PART = 60.0  # seconds for each of FIGURES
 
@@ -97,16 +98,18 @@ def _left(end: float) -> float:
 def _figures(
     device: torch.device, toy: bool, left: Callable[[], float], parts: Sequence[str] = FIGURES
 ) -> Iterator[Figure]:
+    shapes = {name: shape.toy() if toy else shape for name, shape in SHAPES.items()}
     measured: dict[str, Callable[[], Iterable[Figure]]] = {
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
         "updates": lambda: updates.rows(device),
-        "prices": lambda: prices.rows(device, {name: SHAPES[name].toy() if toy else SHAPES[name] for name in SHAPES}),
+        "prices": lambda: prices.rows(device, shapes),
+        "arena": lambda: arena_steps.rows(device, shapes) if device.type == "cuda" else (),
     }
     for name in (name for name in FIGURES if name in parts):
         found: list[Figure] = []
         try:
-            with within(min(PART, left())):
+            with within(min(LONG.get(name, PART), left())):
                 found.extend(measured[name]())
         except (Exception, Overtime) as error:  # the other figures are measured all the same
             found += [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]

@@ -10,7 +10,7 @@ and has a line in a file of JSON lines as soon as it ends: benchmarks/results/<d
 line for these sources, this torch and this device does not run again; one that twice began and never ended has failed,
 since it may take the machine with it. The exit status is 0 if all units of the stage are ok, 1 if one has failed, and
 75 if there was no time for some: the same command goes on. What is compiled, and what units say, stays in .gpu-cache.
-Not yet run on a GPU.
+On a GPU, the smoke has run as a stage, and the others have not.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ STAGES: Mapping[str, tuple[Unit, ...]] = {
         _figures("copies", 120.0, 60.0),
         _figures("updates", 120.0, 60.0),
         _figures("prices", 120.0, 60.0),
+        _figures("arena", 300.0, 120.0),
         *(_figures(part, 500.0, 400.0) for part in ("gpt2-xl", "llama-8b", "7b-16GB", "7b-rule", "7b-8GB")),
     ),
 }

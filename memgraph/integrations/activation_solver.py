@@ -30,7 +30,7 @@ class ActivationSolver(CustomKnapsackSolver):  # type: ignore[misc, unused-ignor
     """A solver of torch's `activation_memory_budget`; keeps what takes the most time to recompute.
 
     Each different op runs a few times when a graph is compiled; its time is kept with memgraph's prices. Where sizes
-    are symbols, flops stand for times, as in torch. Not yet run on a GPU.
+    are symbols, flops stand for times, as in torch.
     """
 
     def __call__(

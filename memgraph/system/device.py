@@ -63,7 +63,7 @@ def unused_nbytes(device: torch.device) -> int:
 
 
 def headroom_nbytes(device: torch.device) -> int:
-    """Return the bytes that a budget of all unused memory leaves free. Not yet run on a GPU.
+    """Return the bytes that a budget of all unused memory leaves free.
 
     A GPU needs them for kernels that are loaded later, collectives, and gaps between the allocator's blocks.
     """
