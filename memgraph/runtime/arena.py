@@ -43,10 +43,10 @@ class StepArena:
         taken: the most bytes that all blocks of the device had, and that the allocator held, in the first run inside.
     """
 
-    def __init__(self, halves: Partition, device: torch.device, budget: int) -> None:
+    def __init__(self, halves: Partition, device: torch.device, budget: int, has_collectives: bool = False) -> None:
         self.halves = [half for half in (halves.forward, halves.backward) if half is not None]
         self.device, self.budget = device, budget
-        self.why_not = why_not_logged(device)
+        self.why_not = "collectives free memory when other ranks are done" * has_collectives or why_not_logged(device)
         self.taken: tuple[int, int] | None = None
         self._guide: Guide | None = None
         self._code: dict[fx.GraphModule, Code] = {}

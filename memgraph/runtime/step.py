@@ -210,7 +210,8 @@ class Step:
         """Return the run in this step's arena, which it has if torch's allocator held more than the budget."""
         if self.report.held <= self.report.budget:
             return None
-        self.arena = self.arena or StepArena(self.parts.halves, self.device, self.report.budget)
+        if self.arena is None:
+            self.arena = StepArena(self.parts.halves, self.device, self.report.budget, self.parts.has_collectives)
         return self.arena.begin()
 
     def _record(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:

@@ -85,6 +85,11 @@ class StepParts:
         added_nbytes = captured.joined_nbytes([op.nbytes for op in trace.ops if op.fn == "gradient"])
         return cls(captured, halves, TensorRoles.of(captured, added_nbytes, update_ops.values()), update_ops, tier)
 
+    @property
+    def has_collectives(self) -> bool:
+        """True if other ranks read or write memory of the step while it runs."""
+        return self.sharded_grads is not None or self.pending_gathers is not None
+
     def inputs_in_blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that the graph reads: of some parameters, views of their rows."""
         roles = [role for role in self.captured.inputs if role.kind != "tangent"]

@@ -207,6 +207,7 @@ def test_segments_that_are_expandable_and_other_allocators_are_a_reason(
     monkeypatch.setattr(Log, "end", lambda log: Requests([], log.ops, 0, expandable=True))
     _, ours = in_arena()
     assert "segments are expandable" in ours.plan.arena
+    assert "other ranks" in StepArena(ours._latest.parts.halves, CPU, 1, has_collectives=True).why_not
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert request_log.why_not_logged(CPU) == "the allocator is cudaMallocAsync, and not torch's own"
 
