@@ -72,7 +72,7 @@ STAGES: Mapping[str, tuple[Unit, ...]] = {
     "smoke": (Unit("smoke", ("-m", "benchmarks.smoke"), 75.0),),
     "kernels": (_tests("tests/kernels", 400.0),),
     "tests": tuple(
-        _tests(f"tests/gpu/test_{name}.py", 300.0) for name in ("promise", "cuda", "graphs", "offloaded_state")
+        _tests(f"tests/gpu/test_{name}.py", 300.0) for name in ("promise", "cuda", "graphs", "offloaded_state", "arena")
     ),
     "zoo": tuple(map(_zoo, LIBRARIES)),
     "figures": (
