@@ -134,8 +134,8 @@ def _fake(value: Tensor) -> Tensor:
 def _announce(count: int) -> None:
     if count and not _segments:
         _log.warning(
-            "memgraph compiles up to %d kernels with Inductor for this step, which may take minutes the first time; "
-            "lower=None avoids it",
+            "memgraph compiles up to %d kernels with Inductor for this step, and then all ops between two memory ops, "
+            "which may take minutes the first time; lower=None avoids it",
             count,
         )
 

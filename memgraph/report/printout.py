@@ -217,7 +217,11 @@ def _compiled(report: ReportData) -> list[str]:
     failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
     if not count:
         return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
-    said = f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(report.apart_us)}{failed}"
+    pages = ", without new pages" * bool(report.pages_us)
+    said = (
+        f"compiled: {count} segment{'s' * (count > 1)}: {ms(report.lowered.us)} with {'them' if count > 1 else 'it'}, "
+        f"{ms(report.apart_us)} with their ops one by one{pages}{failed}"
+    )
     return [said, *_regions(report.lowered.trace, report.split)]
 
 
@@ -253,18 +257,23 @@ def _taken(report: ReportData) -> list[str]:
 
 
 def _proven(report: ReportData) -> list[str]:
-    """State the proven bound, and the class of plans that it holds for."""
+    """State the proven bound, and the class of plans that it holds for.
+
+    In a region ops take less than the prices that the bound was proven at.
+    """
     is_alone = report.choice.others is None
     if not report.plan and is_alone:
         return []
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
     of = _class_cuts(report)
+    has_regions = report.lowered is not None and any(map(is_region, report.lowered.trace.ops))
+    said = "proven" + ", before all ops between two memory ops are compiled as one" * has_regions
     if not adds and is_alone:
-        return [f"proven: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
+        return [f"{said}: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
     each = "in which each value is recomputed and reloaded at most once"
     which = each if single else "that recomputes in backward only, however often,"
-    return [f"proven: no plan{of} {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+    return [f"{said}: no plan{of} {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
 
 
 def _class_cuts(report: ReportData) -> str:

@@ -229,6 +229,16 @@ what would help, by forecast
     )
 
 
+def test_the_bound_of_a_step_with_regions_is_one_of_ops() -> None:
+    """In a region they take less than what the bound was proven with."""
+    text = str(TRAIN).replace("h = aten.gelu.default(a)", "h_region = memgraph.segment(a)")
+    text = text.replace("100.0 us | at layers.0 net.py:7", "1.0 us").replace("(h, ", "(h_region, ")
+    facts: dict[str, Any] = {"lowered": predict(parse(text), DISK), "apart_us": 4820.0}
+    printed = " ".join(report(DISK, "recompute h: before dv", **facts).split())
+    assert "compiled: 1 segment: 4.6 ms with it, 4.8 ms with their ops one by one 1 of them is all ops" in printed
+    assert "proven, before all ops between two memory ops are compiled as one: no plan in which each value" in printed
+
+
 def test_a_step_that_is_compiled_in_part() -> None:
     lowered = parse(str(TRAIN).replace("aten.gelu.default(a)", "memgraph.segment(a)"))
     facts: dict[str, Any] = {"lowered": predict(lowered, DISK), "apart_us": 4720.0, "uncompiled": 1}
@@ -237,7 +247,7 @@ def test_a_step_that_is_compiled_in_part() -> None:
         """\
 fits: forecast 32.8 MB, measured not yet, budget 33.0 MB
 time: forecast 4.7 ms, +0.0%; as it is, the step takes 4.7 ms and needs 32.8 MB
-compiled: 1 segment; with their ops one by one 4.7 ms; 1 can't be
+compiled: 1 segment: 4.7 ms with it, 4.7 ms with their ops one by one; 1 can't be
 
 bytes
 kind        at the peak  at its own peak
