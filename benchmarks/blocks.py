@@ -96,13 +96,14 @@ class LlamaBlock(nn.Module):
 def stack(shape: Shape, device: torch.device, through: Through = plainly) -> tuple[Stack, Tensor]:
     """Return a model in bfloat16 and its input, from a fixed seed."""
     torch.manual_seed(0)
-    with torch.device(device), _default_dtype(torch.bfloat16):  # so that no float32 originals leave holes
+    with torch.device(device), default_dtype(torch.bfloat16):  # so that no float32 originals leave holes
         model = Stack(shape, through)
         return model, torch.randn(shape.batch, shape.length, shape.width, dtype=torch.bfloat16)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let new tensors of numbers have this type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

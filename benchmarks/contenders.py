@@ -29,7 +29,7 @@ OURS = (0.5, 0.25)  # of the compiled step's activations
 GRAPHED = "50%"  # beside which it is also run as CUDA graphs
 PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
-WARM = 7  # steps before any is timed: compiled; planned, measured and timed, twice; noted for an arena
+WARM = 4  # steps before any is timed, in which torch compiles
 SETTLED, MOST = 10, 50  # steps in a row with one plan before memgraph is timed, and the most that are waited for
 Context = Callable[[], AbstractContextManager[Any]]
 

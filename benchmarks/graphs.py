@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.blocks import default_dtype
 from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
 from memgraph.capture.capture import capture
@@ -75,13 +76,8 @@ def trace_of(name: str) -> Trace:
 
 def unwritten(make: Callable[[], nn.Module]) -> nn.Module:
     """Return a model in bf16 with uninitialized weights."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model = make()
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"), default_dtype(torch.bfloat16):
+        model = make()
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     if isinstance(model, transformers.PreTrainedModel):
         model.tie_weights()  # to_empty makes two tensors of a tied one

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from benchmarks.blocks import LlamaBlock, Shape
+from benchmarks.blocks import LlamaBlock, Shape, default_dtype
 from benchmarks.contenders import Row, plan_of, tried
 from benchmarks.hosted import Hosted
 from benchmarks.laps import Laps, Taken
@@ -120,14 +120,9 @@ def matmul_flops(laps: Laps) -> float:
 def made(size: Size, device: torch.device) -> tuple[Whole, tuple[Tensor, Tensor]]:
     """Return the model in bf16, and a batch."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Whole(size)
-            tokens = torch.randint(size.vocabulary, (size.shape.batch, size.shape.length + 1))
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device), default_dtype(torch.bfloat16):
+        model = Whole(size)
+        tokens = torch.randint(size.vocabulary, (size.shape.batch, size.shape.length + 1))
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 

@@ -3,6 +3,8 @@
 op_profiler           time, workspace and result layout of each distinct op
 cold_operands         time of an op of a GPU whose operands are not in the L2 cache
 region_profiler       time and peak of ops that are compiled as one
+generated_arguments   arguments on which an op is run alone
+request_log           what the ops of a run request from torch's CUDA allocator
 divided_arguments     arguments by which an op is priced with all of its work
 sized_arguments       arguments for which an op whose sizes depend on values makes results of given sizes
 roofline              time of an op that can't be run, from flops and bytes

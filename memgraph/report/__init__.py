@@ -3,6 +3,7 @@
 report          Report: plan, forecast and measurement of a step
 report_data     the facts of a planned step
 printout        a report as text
+compiled_lines  the lines about what Inductor compiles
 remedies        what would make a plan cheaper, forecast from its report
 page            a report as a page for a browser
 tables          numbers and tables as text

@@ -17,11 +17,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from passes import KINDS, Forecast, Offload, Op, Recompute, Stream, Trace
-from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, is_region, sent_nbytes, value_of
+from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
+from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 from passes.slices.whole_weight import reason_lines
 
+from .compiled_lines import compiled_lines, has_regions
 from .remedies import remedies
 from .repeatability import repeatability
 from .report_data import ReportData
@@ -67,7 +68,7 @@ def verdict(report: ReportData) -> str:
         *_sliced(report),
         *_in_blocks(report),
         *_exchanged(report),
-        *_compiled(report),
+        *compiled_lines(report),
         *([report.recorded] if report.recorded else []),
         *_taken(report),
         *_proven(report),
@@ -210,36 +211,6 @@ def _exchanged(report: ReportData) -> list[str]:
     return [f"{said}; compute hides {ms(max(hidden, 0.0))} of it"]
 
 
-def _compiled(report: ReportData) -> list[str]:
-    if report.lowered is None:
-        return []
-    count = sum(op.fn == SEGMENT for op in report.lowered.trace.ops)
-    failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
-    if not count:
-        return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
-    pages = ", without new pages" * bool(report.pages_us)
-    said = (
-        f"compiled: {count} segment{'s' * (count > 1)}: {ms(report.lowered.us)} with {'them' if count > 1 else 'it'}, "
-        f"{ms(report.apart_us)} with their ops one by one{pages}{failed}"
-    )
-    return [said, *_regions(report.lowered.trace, report.split)]
-
-
-def _regions(trace: Trace, split: str) -> list[str]:
-    """Show which segments are all ops from one memory op to the next, and why others are not."""
-    count = sum(map(is_region, trace.ops))
-    halves = [phase for phase in ("forward", "backward") if _is_whole(trace, phase)]
-    whole = f"; {' and '.join(halves)} as a whole" if halves else ""
-    said = [f"{count} of them {'are' if count > 1 else 'is'} all ops between two memory ops{whole}"] * bool(count)
-    return said + [f"other ops between two memory ops are not compiled as one: {split}"] * bool(split)
-
-
-def _is_whole(trace: Trace, phase: str) -> bool:
-    """Return True if all that a half computes is one region."""
-    computing = [op for op in trace.ops if op.phase == phase and op.makes and not op.is_input]
-    return len(computing) == 1 and is_region(computing[0])
-
-
 def _taken(report: ReportData) -> list[str]:
     """Compare measured times with forecasts: the first timed step, and the median of recent ones."""
     lines = []
@@ -267,8 +238,7 @@ def _proven(report: ReportData) -> list[str]:
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
     of = _class_cuts(report)
-    has_regions = report.lowered is not None and any(map(is_region, report.lowered.trace.ops))
-    said = "proven" + ", before all ops between two memory ops are compiled as one" * has_regions
+    said = "proven" + ", before all ops between two memory ops are compiled as one" * has_regions(report)
     if not adds and is_alone:
         return [f"{said}: only that no plan{of} is faster than the step as it is; this one is {report.gap:.1%} above"]
     each = "in which each value is recomputed and reloaded at most once"

@@ -13,6 +13,7 @@ eager_fallback       gradients for outputs for which no backward was planned
 backward_thread      run a function where autograd runs backward
 cuda_graphs          record both halves as CUDA graphs and replay them
 cuda_graph_checks    check whether a step can be recorded
+arena                run a step in one block of memory, at addresses of the plan
 measure_update       measure the optimizer's first update after a measured step
 step_history         the times of the latest steps, and when to plan again
 anomaly_mode         find the op that makes a NaN

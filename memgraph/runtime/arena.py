@@ -31,6 +31,7 @@ from ..profile.request_log import RequestLog, Requests, why_not_logged
 from ..profile.step_timer import timing_ops
 
 MOST_HELD = 3  # blocks that are given up since results of a run are held in them
+COLLECTIVES = "collectives free memory when other ranks are done"
 _log = logging.getLogger(__name__)
 Code = Callable[[fx.GraphModule, list[Any]], Iterable[Any]]
 
@@ -46,7 +47,7 @@ class StepArena:
     def __init__(self, halves: Partition, device: torch.device, budget: int, has_collectives: bool = False) -> None:
         self.halves = [half for half in (halves.forward, halves.backward) if half is not None]
         self.device, self.budget = device, budget
-        self.why_not = "collectives free memory when other ranks are done" * has_collectives or why_not_logged(device)
+        self.why_not = COLLECTIVES if has_collectives else why_not_logged(device)
         self.taken: tuple[int, int] | None = None
         self._guide: Guide | None = None
         self._code: dict[fx.GraphModule, Code] = {}
@@ -95,11 +96,10 @@ class StepArena:
             places = {requests.ops[op][1]: op for op in found.spacers if requests.ops[op][0] == i}
             self._code[half] = run_edited(half, partial(_with_spacers, places), memgraph_hold=hold)
 
-    def close_run(self, grown: int, taken: tuple[int, int]) -> None:
+    def close_run(self, grown: int) -> None:
         """End a run in the arena, in which the pool has grown by so many bytes."""
         assert self._guide is not None
         self._is_busy = False
-        self.taken = self.taken or taken
         self._grown += grown
         if self._grown > self._guide.reserved - self._guide.block:
             self._leave("a run asked for other memory than the one that was noted")
@@ -194,10 +194,11 @@ class RunInArena:
         return results
 
     def end(self) -> None:
-        """End the run."""
-        stats = torch.cuda.memory_stats(self.block.device)
-        taken = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-        self.arena.close_run(self.grown, taken)
+        """End the run; the first one has the bytes for the report."""
+        if self.arena.taken is None:
+            stats = torch.cuda.memory_stats(self.block.device)
+            self.arena.taken = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        self.arena.close_run(self.grown)
 
 
 def _with_spacers(ops: Mapping[str, int], name: str, line: str) -> str:

@@ -82,9 +82,9 @@ class Pool:
     by_end: dict[tuple[int, int], Block] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, nbytes: int, expandable: bool) -> Pool:
+    def of(cls, nbytes: int) -> Pool:
         """Return a pool for large requests with one segment, which is free."""
-        pool = cls(False, expandable, [nbytes])
+        pool = cls(False, False, [nbytes])
         pool.release(Block(0, 0, nbytes))
         return pool
 
@@ -129,7 +129,7 @@ class Pool:
         """Take a segment from the device; an expandable one grows at its end, where it may have a free block."""
         page = SMALL_SEGMENT if self.is_small else SEGMENT
         if not self.expandable:
-            self.segments.append(page if nbytes < LARGE else whole_segment(nbytes, False))
+            self.segments.append(page if nbytes < LARGE else whole_segment(nbytes))
             self.release(Block(len(self.segments) - 1, 0, self.segments[-1]))
             return
         end = self.segments[0] if self.segments else 0
@@ -143,9 +143,9 @@ class Pool:
         del self.by_begin[block.segment, block.begin], self.by_end[block.segment, block.end]
 
 
-def whole_segment(nbytes: int, expandable: bool) -> int:
+def whole_segment(nbytes: int) -> int:
     """Return the bytes of a segment for so large a request: whole pages of the device."""
-    return _up(nbytes, SEGMENT if expandable else SMALL_SEGMENT)
+    return _up(nbytes, SMALL_SEGMENT)
 
 
 def _up(nbytes: int, unit: int) -> int:

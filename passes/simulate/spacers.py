@@ -73,7 +73,7 @@ class Guide:
     missed: int
 
 
-def guide(events: Sequence[Event], expandable: bool = False, limit: int | None = None) -> Guide:
+def guide(events: Sequence[Event], limit: int | None = None) -> Guide:
     """Return the spacers for a step with these requests; no more than `limit` bytes are to be given out at once.
 
     Requests that share small segments are left out.
@@ -83,20 +83,20 @@ def guide(events: Sequence[Event], expandable: bool = False, limit: int | None =
     best: Guide | None = None
     tries = max(2, WORK // max(1, len(slots)))
     for seed in range(min(SEEDS, tries)):
-        found = _with_places(large, place(slots, min(ROUNDS, tries), seed), expandable, limit)
+        found = _with_places(large, place(slots, min(ROUNDS, tries), seed), limit)
         if best is None or found.reserved < best.reserved:
             best = found
-        if best.reserved <= whole_segment(int(best.live * ENOUGH), expandable):
+        if best.reserved <= whole_segment(int(best.live * ENOUGH)):
             break
     assert best is not None
     return best
 
 
-def _with_places(events: Sequence[Event], arena: Arena, expandable: bool, limit: int | None) -> Guide:
+def _with_places(events: Sequence[Event], arena: Arena, limit: int | None) -> Guide:
     """Return the spacers that bring requests to their places in an arena."""
-    block = whole_segment(arena.nbytes, expandable)
+    block = whole_segment(arena.nbytes)
     places = _Places(arena.slots)
-    now = _State(Pool.of(block, expandable), {})
+    now = _State(Pool.of(block), {})
     spacers: dict[int, tuple[Spacer, ...]] = {}
     missed = given = 0
     for op, group in groupby(events, lambda event: event.op):
@@ -161,7 +161,7 @@ class _Places:
         rows = {event.request: self.row[event.request] for event in asked if event.nbytes}
         return {request: Span(int(self.begin[row]), int(self.end[row])) for request, row in rows.items()}
 
-    def move(self, request: int, free: Sequence[Span], tried: Container[tuple[int, int]]) -> Span | None:
+    def other(self, request: int, free: Sequence[Span], tried: Container[tuple[int, int]]) -> Span | None:
         """Return another place for a request, at an end of a free block: where the least is to be in its lifetime."""
         row = self.row[request]
         nbytes = self.end[row] - self.begin[row]
@@ -172,6 +172,7 @@ class _Places:
         return None if begin is None else Span(begin, begin + int(nbytes))
 
     def put(self, request: int, place: Span) -> None:
+        """Give a request this place."""
         self.begin[self.row[request]], self.end[self.row[request]] = place
 
     def _met(self, rows: Any, begin: int, end: int) -> int:
@@ -189,7 +190,7 @@ def _guided(now: _State, asked: Sequence[Event], places: _Places, limit: int | N
         if ran.wrong is None:
             return ran if limit is None or ran.most <= limit else natural
         for request in (ran.wrong[0], *places.of(asked)):
-            place = places.move(request, free, tried)
+            place = places.other(request, free, tried)
             if place is not None:
                 tried.add((request, place.begin))
                 places.put(request, place)

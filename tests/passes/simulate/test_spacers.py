@@ -10,8 +10,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.arena import requests_of
 from passes import Machine, make_plan, parse, predict
-from passes.simulate.arena import ALIGNMENT, allocated
+from passes.simulate.arena import ALIGNMENT, Slot, allocated
 from passes.simulate.caching_allocator import held
 from passes.simulate.spacers import Event, Guide, guide
 
@@ -75,10 +76,7 @@ def played(events: Sequence[Event], found: Guide) -> tuple[int, int]:
 
 def events_of(lives: Sequence[tuple[int, int, int]]) -> list[Event]:
     """Return the events of (bytes, first op, last op): an op asks for what it makes, then frees what is dead."""
-    found = []
-    for request, (nbytes, first, last) in enumerate(lives):
-        found += [(first, 0, request, nbytes), (last, 1, request, 0)]
-    return [Event(op, request, nbytes) for op, _, request, nbytes in sorted(found)]
+    return requests_of([Slot("", nbytes, first, last) for nbytes, first, last in lives])
 
 
 LIVES = st.lists(
