@@ -46,6 +46,12 @@ class Segment:
     def __str__(self) -> str:
         return f"segment {self.digest}"
 
+    @property
+    def description(self) -> str:
+        """Describe it by its ops."""
+        ops = [str(node.target) for node in self.part.nodes if node.op == "call_function"] if self.part else []
+        return f"a segment of {len(ops)} ops from {ops[0]} to {ops[-1]}" if ops else str(self)
+
 
 _segments: dict[str, Segment] = {}
 _refused: set[str] = set()  # digests that Inductor could not compile

@@ -54,6 +54,16 @@ def randomize(arguments: Any, device: torch.device) -> None:
             whole.normal_(generator=torch.Generator(device).manual_seed(0))  # of an expanded one, too
 
 
+def tensor_in_storage(fake: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Return a tensor at the offset of `fake`, in a storage of zeros of the same size, or the one that it has in
+    `storages`."""
+    key, nbytes = fake.untyped_storage()._cdata, fake.untyped_storage().nbytes()
+    if key not in storages:
+        storages[key] = torch.zeros(nbytes, dtype=torch.uint8, device=fake.device).untyped_storage()
+    value = torch.empty(0, dtype=fake.dtype, device=fake.device)
+    return value.set_(storages[key], fake.storage_offset(), fake.shape, fake.stride())
+
+
 def _counts(node: fx.Node) -> set[object]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return set()
@@ -79,8 +89,4 @@ def _lazy(value: Tensor, fake: Tensor) -> Tensor:
 
 
 def _fill_storage(fake: Tensor, number: float) -> Tensor:
-    """Return a filled tensor at the offset of `fake`, in a storage of the same size."""
-    value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
-    numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
-    numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
-    return _lazy(numbers.fill_(number), fake)
+    return _lazy(tensor_in_storage(fake, {}).fill_(number), fake)

@@ -160,7 +160,7 @@ class OpProfiler:
             "planning goes beyond the budget: %s, which is run to be priced, has %s of tensors, and the budget leaves "
             "%s for them; to stay within it, call memgraph.plan with the same model, budget and MEMGRAPH_CACHE in a "
             "process that may use more memory, and prices are read from that cache",
-            node.target,
+            node.target.description if isinstance(node.target, Segment) else node.target,
             mb(_nbytes(node)),
             mb(max(self.room, 0)),
         )

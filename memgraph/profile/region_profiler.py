@@ -24,7 +24,7 @@ from ..graph.result_layout import ResultLayout, layout, layout_in_storage
 from ..system.device import block_nbytes, keeping_freed_memory, release_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import ENOUGH_US, REPEATS, flush_caches, timed_us
-from .generated_arguments import randomize
+from .generated_arguments import randomize, tensor_in_storage
 from .memory_meter import measure_peak, resident_bytes
 
 
@@ -150,14 +150,10 @@ def _apart(run: Segment) -> Callable[[list[Tensor]], object]:
 
 def _generated(fake: Tensor, storages: dict[int, torch.UntypedStorage], truth: bool) -> Tensor:
     """Return a real tensor in a storage that is shared as the fake one's is."""
-    key, nbytes = fake.untyped_storage()._cdata, fake.untyped_storage().nbytes()
-    if key not in storages:
-        storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=fake.device).untyped_storage()
-    real = torch.empty(0, dtype=fake.dtype, device=fake.device)
-    real.set_(storages[key], fake.storage_offset(), fake.shape, fake.stride())
-    if fake.dtype == torch.bool:
+    real = tensor_in_storage(fake, storages)
+    if real.dtype == torch.bool:
         return real.fill_(truth)
-    return real.fill_(0.5 if fake.is_floating_point() or fake.is_complex() else 0)
+    return real.fill_(0.5 if real.is_floating_point() or real.is_complex() else 0)
 
 
 def _shared(reads: Sequence[Tensor]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import memgraph
 from memgraph.graph.inductor import Segment
@@ -47,3 +47,13 @@ def test_the_report_says_that_nothing_is_compiled(monkeypatch: pytest.MonkeyPatc
     report = memgraph.plan(model, torch.ones(4, 8), budget="1GB", lower="inductor")
     assert "nothing is compiled, as no segment is faster than its ops and within the budget" in str(report)
     assert "compiled" not in str(memgraph.plan(model, torch.ones(4, 8), budget="1GB", lower=None))
+
+
+def test_a_segment_is_described_by_its_ops() -> None:
+    part = fx.Graph()
+    x = part.placeholder("x")
+    part.output(
+        (part.call_function(torch.ops.aten.gelu.default, (part.call_function(torch.ops.aten.sin.default, (x,)),)),)
+    )
+    segment = Segment("none", lambda given: (), part)
+    assert segment.description == "a segment of 2 ops from aten.sin.default to aten.gelu.default"
