@@ -19,7 +19,7 @@ demo: bench-demo
 test: $(READY)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Those of tests/long_tests.txt; no further one begins after WITHIN_LONG seconds.
+# Those of tests/long_tests.txt, or with the mark; no further one begins after WITHIN_LONG seconds.
 WITHIN_LONG ?= 3600
 
 long: $(READY)

@@ -11,8 +11,16 @@ from tests.support.zoo import BESIDE, CASES, Case
 CONVOLUTIONS = ("resnet", "unet")
 SECONDS = 2.0  # for a plan; the promise holds for any plan, and some searches would take 20
 
+SHARES = [
+    0.3,
+    pytest.param(1.0, marks=pytest.mark.long),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (0.75, 0.5)),
+]
+SMALL = ("mlp", "tied")
+SOME = [case if case.name in SMALL else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 
-@pytest.mark.parametrize("share", [1.0, 0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.75, 0.5))])
+
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("case", (*CASES, *BESIDE), ids=lambda case: case.name)
 def test_the_budget_is_kept_and_training_is_equal(case: Case, share: float) -> None:
     assert_kept(case, trial(case, share, time_limit=SECONDS))
@@ -33,14 +41,14 @@ def assert_kept(case: Case, found: Trial) -> None:
     assert found.first is not None and found.first <= found.forecast
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_recompute_alone_keeps_the_budget_too(case: Case) -> None:
     found = trial(case, 0.6, offload=None, time_limit=SECONDS)
     assert found.equal and found.offloads == 0
     assert found.measured <= found.forecast <= found.budget
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_nothing_is_done_where_nothing_is_needed(case: Case) -> None:
     found = trial(case, 1.2)
     assert found.equal

@@ -8,10 +8,11 @@ from tests.support.beside_eager import check
 from tests.support.random_modules import LOOPS, SHARING, module_of, random_module
 from tests.support.random_pieces import PIECES
 
-QUICK, ALL = 200, 2000
+FEW, QUICK, ALL = 40, 200, 2000
+LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(FEW, QUICK)]
 
 
-@pytest.mark.parametrize("seed", range(QUICK))
+@pytest.mark.parametrize("seed", [*range(FEW), *LONG])
 def test_a_random_module_trains_as_in_eager_within_its_budget(seed: int) -> None:
     check(random_module(seed))
 
