@@ -66,6 +66,12 @@ def reuse_buffers(graph: fx.Graph, reused: Mapping[str, str]) -> None:
         node.target, node.kwargs = into, {**node.kwargs, keyword: memory}
 
 
+def reused_memory(graph: fx.Graph) -> dict[str, str]:
+    """Return the dead value into whose memory each op of a half writes, by name."""
+    writers = [node for node in graph.nodes if FUNCTIONAL in node.meta]
+    return {node.name: node.kwargs[node.meta[FUNCTIONAL][1]].args[0].name for node in writers}
+
+
 def undo_reuse(graph: fx.Graph) -> None:
     """Let every node make its own memory again."""
     for node in graph.nodes:

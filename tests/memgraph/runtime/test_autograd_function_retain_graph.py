@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.report.report import Report
 from tests.support.models import batch, net
+from tests.support.zoo import CASES, fresh
 
 
 def grads(model: nn.Module, retain: bool) -> list[Tensor | None]:
@@ -59,3 +61,17 @@ def test_one_backward_takes_what_was_forecast() -> None:
     plan = report(10**8, retain=False)
     assert plan.measured is not None and plan.measured <= plan.peak
     assert str(plan).startswith("fits: ")
+
+
+def test_memory_that_ops_of_backward_would_have_used_again_is_counted() -> None:
+    case = next(case for case in CASES if case.name == "gpt2")
+    model, inputs = fresh(case)
+    peak = memgraph.plan(model, *inputs.args, budget="1GB", time_limit=0, **inputs.kwargs).peak
+    compiled = memgraph.compile(model, peak * 7 // 10, time_limit=0)
+    loss = case.loss(inputs.of(compiled))
+    with pytest.warns(RuntimeWarning, match="retain_graph=True") as said:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    (stated,) = re.findall(r"may take (\d+) bytes", "".join(str(each.message) for each in said))
+    assert compiled.plan.measured is not None
+    assert compiled.plan.measured <= int(stated)
