@@ -97,8 +97,7 @@ class CudaRecorder:
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # torch leaves the stream of a capture the current one where CUDA ends the capture with an error.
-            with torch.cuda.stream(torch.cuda.current_stream(self.device)), self._capture(graph, pool=self.pool):
+            with self._capture(graph, pool=self.pool):
                 result = run()
         except BaseException as error:
             self._give_up(graph, error)
@@ -107,9 +106,10 @@ class CudaRecorder:
 
     @contextmanager
     def _capture(self, graph: Any, **pool: Any) -> Iterator[None]:
-        """Capture a graph. Other threads may still use the device."""
+        """Capture a graph. Other threads may still use the device, and freeing an object may call what CUDA forbids."""
         capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **pool)
-        with paused_collector(), capture:  # freeing an object may call what CUDA forbids here
+        # torch leaves the stream of a capture the current one where CUDA ends the capture with an error.
+        with torch.cuda.stream(torch.cuda.current_stream(self.device)), paused_collector(), capture:
             yield
 
     def _give_up(self, graph: Any, error: BaseException) -> None:
@@ -118,9 +118,9 @@ class CudaRecorder:
         self.failed.append(graph)
         with suppress(RuntimeError):  # it has left the pool
             torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-        with suppress(RuntimeError), warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+        with suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that this graph is empty
-            with self._capture(torch.cuda.CUDAGraph()):  # before torch 2.13 its end lets generators draw again
+            with self._capture(torch.cuda.CUDAGraph()):  # before torch 2.13 its end lets the generator draw again
                 pass
         warn_user(
             f"a step could not be recorded as CUDA graphs ({self.failures[-1]}): this process records no more, and "

@@ -43,6 +43,7 @@ class Log:
     def __init__(self, device: torch.device) -> None:
         self.ops: list[tuple[int, str]] = []
         self.half = -1
+        assert not Log.is_open, "the allocator has one history"
         Log.is_open = True
 
     def begin_half(self) -> None:
