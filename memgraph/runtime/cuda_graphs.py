@@ -67,8 +67,9 @@ class CudaRecorder:
     The graph is captured on a stream of its own; copy streams join it by the events that they wait for. Once a capture
     has failed, the process records no more: torch may be left in a state in which later ones record wrongly.
 
-    cuBLAS has a workspace for each stream. torch 2.11 never frees it, and later versions free it with any graph that was
-    captured on the stream. So recordings that exist at the same time have a stream each, and later ones take it over.
+    cuBLAS has a workspace for each stream. torch 2.11 never frees it; later versions do with each graph that was
+    captured on the stream, though others use it. So recordings that exist at once have a stream each, and later ones
+    take it over.
     """
 
     failures: ClassVar[list[str]] = []
