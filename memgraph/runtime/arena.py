@@ -30,7 +30,7 @@ from ..graph.halves.partition import Partition
 from ..profile.request_log import RequestLog, Requests, why_not_logged
 from ..profile.step_timer import timing_ops
 
-MOST_HELD = 3  # blocks that are given up since results of a run are held in them
+MOST_HELD = 3  # runs that begin while results of an earlier one are held in its block
 MOST_NOTED = 3  # runs that are noted in vain, since they had other halves or did not come to their end
 COLLECTIVES = "collectives free memory when other ranks are done"
 _log = logging.getLogger(__name__)
@@ -53,13 +53,18 @@ class StepArena:
         self._guide: Guide | None = None
         self._code: dict[fx.GraphModule, Code] = {}
         self._block: ArenaBlock | None = None
-        self._held_blocks = self._noted_in_vain = 0
+        self._given_up: list[ArenaBlock] = []  # kept while results are in them: runs that find no memory use the rest
+        self._held_runs = self._noted_in_vain = 0
         self._is_busy = False
         self._grown = 0  # bytes that the pool has beside its block
 
     def begin(self) -> NotedRun | RunInArena | None:
         """Return the run that is noted, or one in the arena; None for one outside."""
+        self._given_up = [block for block in self._given_up if block.is_held]
         if self.why_not or self._is_busy or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._given_up:
+            self._count_held()
             return None
         if self._guide is None:
             return self._noted_run()
@@ -71,12 +76,8 @@ class StepArena:
 
     def end(self) -> None:
         """Give the block back to the device, which needs it for what runs outside."""
-        block = None if self._is_busy else self._block
-        if block is not None:
-            self._block = None
-            self._held_blocks += block.is_held
-        if self._held_blocks == MOST_HELD:
-            self._leave("gradients or outputs of a run are held when another one begins")
+        if not self._is_busy and self._give_up():
+            self._count_held()
 
     def close_noted(self, requests: Requests | None, allocated: int) -> None:
         """End the run that was noted, before which so many bytes were allocated.
@@ -131,9 +132,23 @@ class StepArena:
                 self._leave(f"the device has no block of {nbytes} bytes")
         return self._block
 
+    def _count_held(self) -> None:
+        self._held_runs += 1
+        if self._held_runs == MOST_HELD:
+            self._leave("gradients or outputs of a run are held when another one begins")
+
     def _leave(self, why: str) -> None:
-        self.why_not, self._block = why, None
+        self.why_not = why
+        self._give_up()
         self._code.clear()
+
+    def _give_up(self) -> bool:
+        """Give up the block; return True if results are in it."""
+        block, self._block = self._block, None
+        if block is None or not block.is_held:
+            return False
+        self._given_up.append(block)
+        return True
 
 
 class ArenaBlock:

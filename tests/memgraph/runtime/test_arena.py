@@ -172,9 +172,24 @@ def test_results_that_stay_end_the_arena(allocator: Allocator) -> None:
     model, ours = in_arena()
     trained(model, ours)
     allocator.is_held = True
-    trained(model, ours, 2 * MOST_HELD)
+    trained(model, ours, MOST_HELD - 1)
+    assert "in an arena: one block" in str(ours.plan)
+    trained(model, ours)
     assert ours.plan.arena == "not in an arena: gradients or outputs of a run are held when another one begins"
-    assert allocator.blocks == MOST_HELD
+    assert allocator.blocks == 1
+
+
+def test_what_is_free_of_a_block_can_be_used_while_results_are_held_in_it(allocator: Allocator) -> None:
+    """torch's pool serves requests that find no memory (`use_on_oom`) as long as it is there."""
+    model, ours = in_arena()
+    trained(model, ours)
+    block = weakref.ref(ours._latest.arena._block)
+    allocator.is_held = True
+    trained(model, ours)
+    assert ours._latest.arena._block is None and block() is not None
+    allocator.is_held = False
+    trained(model, ours)
+    assert block() is None
 
 
 def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator) -> None:
