@@ -78,8 +78,8 @@ def test_copies_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) 
     device, empty, copies = Device(8.0), torch.empty, list[set[bool]]()
 
     class Copied(Tensor):
-        def copy_(self, of: object, **_: object) -> Any:
-            copies.append({isinstance(self, OfBlock), isinstance(of, OfBlock)})
+        def copy_(self, other: object, *_: object, **__: object) -> Any:
+            copies.append({isinstance(self, OfBlock), isinstance(other, OfBlock)})
             device.run()
 
     class OfBlock(Copied):
