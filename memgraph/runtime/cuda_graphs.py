@@ -114,19 +114,32 @@ class CudaRecorder:
             yield
 
     def _give_up(self, graph: Any, error: BaseException) -> None:
-        """Let torch leave the capture where CUDA ends it with an error: its allocator the pool, and its generator."""
+        """Let torch leave the capture where CUDA has ended it with an error."""
         self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
-        self.failed.append(graph)
-        with suppress(RuntimeError):  # it has left the pool
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-        with suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that this graph is empty
-            with self._capture(torch.cuda.CUDAGraph()):  # before torch 2.13 its end lets the generator draw again
-                pass
+        self._leave(graph, self.pool)
+        empty, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that this graph is empty
+                with self._capture(empty, pool=pool):  # before torch 2.13 its end lets the generator draw again
+                    pass
+        except RuntimeError:
+            self._leave(empty, pool)
         warn_user(
             f"a step could not be recorded as CUDA graphs ({self.failures[-1]}): this process records no more, and "
             "runs its steps op by op"
         )
+
+    def _leave(self, graph: Any, pool: Any) -> None:
+        """Let torch's allocators leave the pool of a graph.
+
+        From torch 2.14 on a graph does so when it is reset or freed, and ends the process if that was done before.
+        """
+        self.failed.append(graph)
+        with suppress(RuntimeError):
+            graph.reset()
+        with suppress(RuntimeError):  # it has left the pool
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
 
     def mark(self) -> None:
         self.last.record(torch.cuda.current_stream(self.device))

@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -27,12 +28,16 @@ class Device:
         stream: the current one.
         left: the pools that the allocator has left.
         is_drawing: False while the generator is in a capture.
+        refuses: True if no capture can begin.
+        graphs_leave: True if a graph leaves its pool itself when it is reset or freed, as from torch 2.14 on.
+        has_ended: True if a graph that was freed has found that its pool was left: torch ends the process.
     """
 
     def __init__(self) -> None:
         self.stream: object = "the caller's"
         self.left: list[object] = []
         self.is_drawing = True
+        self.refuses = self.graphs_leave = self.has_ended = False
 
     @contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
@@ -43,15 +48,29 @@ class Device:
             self.stream = before
 
     def leave(self, device: int, pool: object) -> None:
-        self.left.append(pool)
-        if len(self.left) > 1:
+        if pool in self.left:
             raise RuntimeError("not recording to this pool")
+        self.left.append(pool)
 
 
 class Graph:
     """A CUDA graph that is replayed by doing nothing."""
 
+    def __init__(self, device: Device) -> None:
+        self.device, self.pool = device, None
+
     def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        pool, self.pool = self.pool, None
+        if pool is not None and self.device.graphs_leave:
+            self.device.leave(0, pool)
+
+    def __del__(self) -> None:
+        try:
+            self.reset()
+        except RuntimeError:
+            self.device.has_ended = True
 
 
 @pytest.fixture(name="gpu")
@@ -61,22 +80,25 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     class Capture:
         """As torch.cuda.graph does, it restores the stream only if the capture has ended without an error."""
 
-        def __init__(self, graph: Graph, stream: object, **given: Any) -> None:
-            self.stream = stream
+        def __init__(self, graph: Graph, stream: object, pool: object, **given: Any) -> None:
+            self.graph, self.stream, self.pool = graph, stream, pool
 
         def __enter__(self) -> None:
             self.before, device.stream, device.is_drawing = device.stream, self.stream, False
+            self.graph.pool = self.pool
+            if device.refuses:
+                raise RuntimeError("CUDA error: operation not permitted")
 
         def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
             if isinstance(error, ValueError):
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
-            device.stream, device.is_drawing = self.before, True
+            self.graph.pool, device.stream, device.is_drawing = None, self.before, True
 
     for name, value in {
-        "CUDAGraph": Graph,
+        "CUDAGraph": lambda: Graph(device),
         "graph": Capture,
         "Event": object,
-        "graph_pool_handle": lambda: (0, 7),
+        "graph_pool_handle": lambda pools=count(7): (0, next(pools)),
         "Stream": lambda device: object(),
         "stream": device.on_stream,
         "current_stream": lambda _: device.stream,
@@ -100,7 +122,7 @@ def test_the_allocator_leaves_the_pool_of_a_failed_recording_and_a_warning_says_
 
 
 def test_an_allocator_that_has_left_the_pool_already_hides_no_error(gpu: Device) -> None:
-    gpu.left.append("left before")
+    gpu.left.append((0, 7))
     with pytest.raises(RuntimeError, match="during capture"), pytest.warns(RuntimeWarning):
         CudaRecorder(GPU).record(refused)
 
@@ -111,13 +133,23 @@ def test_what_runs_after_a_failed_recording_is_on_the_callers_stream_and_may_dra
     assert gpu.stream == "the caller's" and gpu.is_drawing
 
 
-@pytest.mark.usefixtures("gpu")
-def test_the_graph_of_a_failed_recording_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("graphs_leave", [False, True])
+def test_each_pool_is_left_once_whoever_does_it(gpu: Device, graphs_leave: bool, refuses: bool) -> None:
+    gpu.graphs_leave, gpu.refuses = graphs_leave, refuses
+    with pytest.raises(RuntimeError), pytest.warns(RuntimeWarning):
+        CudaRecorder(GPU).record(refused)
+    CudaRecorder.failed.clear()  # as when the process ends
+    assert gpu.left == ([(0, 7), (0, 8)] if refuses else [(0, 7)])
+    assert gpu.stream == "the caller's" and not gpu.has_ended
+
+
+def test_the_graph_of_a_failed_recording_stays(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's allocator of pinned memory has a function of the graph, and calls it at each allocation."""
     graphs: list[weakref.ref[Graph]] = []
 
     def made() -> Graph:
-        graph = Graph()
+        graph = Graph(gpu)
         graphs.append(weakref.ref(graph))
         return graph
 
