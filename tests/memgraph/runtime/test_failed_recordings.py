@@ -75,7 +75,7 @@ class Graph:
 
 @pytest.fixture(name="gpu")
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device()
+    device, pools = Device(), count(7)
 
     class Capture:
         """As torch.cuda.graph does, it restores the stream only if the capture has ended without an error."""
@@ -98,7 +98,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
         "CUDAGraph": lambda: Graph(device),
         "graph": Capture,
         "Event": object,
-        "graph_pool_handle": lambda pools=count(7): (0, next(pools)),
+        "graph_pool_handle": lambda: (0, next(pools)),
         "Stream": lambda device: object(),
         "stream": device.on_stream,
         "current_stream": lambda _: device.stream,
