@@ -6,16 +6,19 @@ import gc
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from benchmarks.fake_cuda.described_device import is_described
+from memgraph.graph.halves.direct_calls import DirectCode
 from memgraph.profile.request_log import RequestLog
-from memgraph.runtime.arena import ArenaBlock, _held_nbytes, _hold
+from memgraph.runtime.arena import ArenaBlock, StepArena, _held_nbytes, _hold
 from passes.simulate.spacers import Event, guide
 
 pytestmark = pytest.mark.fake_cuda
@@ -107,6 +110,32 @@ def test_a_request_that_finds_no_memory_gets_what_is_free_in_a_block() -> None:
         assert not arena.is_held
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def half(sizes: Sequence[int]) -> fx.GraphModule:
+    """Allocate so many bytes, one after the other, and return the last."""
+    graph = fx.Graph()
+    options = {"dtype": torch.uint8, "device": CUDA}
+    made = [graph.call_function(torch.ops.aten.empty.memory_format, ([size],), options) for size in sizes]
+    for value in made:
+        graph.call_function(torch.ops.aten.view.default, (value, [-1]))
+    graph.output((made[-1],))
+    graph.set_codegen(DirectCode())
+    return fx.GraphModule({}, graph)
+
+
+def test_runs_on_two_streams_are_each_in_a_block_of_their_stream() -> None:
+    halves: Any = SimpleNamespace(forward=half([8 * MB, 30 * MB, 700]), backward=half([12 * MB, 64 * MB, 5 * MB]))
+    arena, side = StepArena(halves, CUDA, 1 << 30), torch.cuda.Stream(CUDA)
+    for stream in (torch.cuda.current_stream(CUDA),) * 3 + (side,) * 2:
+        with torch.cuda.stream(stream):
+            run = arena.begin()
+            assert run is not None
+            results = [*run.run(halves.forward, []), *run.run(halves.backward, [])]
+            run.end()
+            assert arena.why_not == "" and (not run.is_ordinary or arena._block.is_held)  # type: ignore[union-attr]
+            del results
+    assert arena._block is not None and arena._block.stream == side
 
 
 def test_a_process_goes_on_after_a_failed_recording() -> None:
