@@ -44,6 +44,7 @@ except RuntimeError:
 def described() -> Iterator[None]:
     if not is_described():
         pytest.fail("run these with `make fake-cuda`, which describes a device")
+    torch.cuda.init()  # torch asks for the history of no allocator before
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -115,7 +116,7 @@ def test_a_request_that_finds_no_memory_gets_what_is_free_in_a_block() -> None:
 def half(sizes: Sequence[int]) -> fx.GraphModule:
     """Allocate so many bytes, one after the other, and return the last."""
     graph = fx.Graph()
-    options = {"dtype": torch.uint8, "device": CUDA}
+    options: dict[str, Any] = {"dtype": torch.uint8, "device": CUDA}
     made = [graph.call_function(torch.ops.aten.empty.memory_format, ([size],), options) for size in sizes]
     for value in made:
         graph.call_function(torch.ops.aten.view.default, (value, [-1]))

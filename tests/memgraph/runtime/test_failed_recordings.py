@@ -57,7 +57,8 @@ class Graph:
     """A CUDA graph that is replayed by doing nothing."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.pool = device, None
+        self.device = device
+        self.pool: object = None
 
     def replay(self) -> None: ...
 
