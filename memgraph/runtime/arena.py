@@ -60,7 +60,7 @@ class StepArena:
 
     def begin(self) -> NotedRun | RunInArena | None:
         """Return the run that is noted, or one in the arena; None for one outside."""
-        self._given_up = [block for block in self._given_up if block.is_held]
+        self._close_emptied()
         if self.why_not or self._is_busy or torch.cuda.is_current_stream_capturing():
             return None
         if self._given_up:
@@ -76,6 +76,7 @@ class StepArena:
 
     def end(self) -> None:
         """Give the block back to the device, which needs it for what runs outside."""
+        self._close_emptied()
         if not self._is_busy and self._give_up():
             self._count_held()
 
@@ -131,6 +132,10 @@ class StepArena:
             except torch.OutOfMemoryError:
                 self._leave(f"the device has no block of {nbytes} bytes")
         return self._block
+
+    def _close_emptied(self) -> None:
+        """Close the blocks that were given up and whose results are gone."""
+        self._given_up = [block for block in self._given_up if block.is_held]
 
     def _count_held(self) -> None:
         self._held_runs += 1

@@ -188,8 +188,19 @@ def test_what_is_free_of_a_block_can_be_used_while_results_are_held_in_it(alloca
     trained(model, ours)
     assert ours._latest.arena._block is None and block() is not None
     allocator.is_held = False
-    trained(model, ours)
+    with torch.no_grad():
+        ours(torch.ones(2, 8))  # another step
     assert block() is None
+
+
+def test_the_next_run_has_a_block_once_results_are_gone(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    trained(model, ours)
+    allocator.is_held = True
+    trained(model, ours)
+    allocator.is_held = False
+    trained(model, ours)
+    assert allocator.blocks == 2 and ours._latest.arena._block is not None
 
 
 def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator) -> None:
