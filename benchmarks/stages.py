@@ -42,12 +42,14 @@ PYTEST = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-v")
 LEFT = 75  # the exit status of a stage that wants another call
 TRIES = 2  # of a unit that ends with the machine
 SPARE = 5.0  # seconds in which a unit that was stopped writes down what it has
+ENDING = 30.0  # seconds that a unit has to end by itself, after those in which it measures
+MEASURING = "{seconds}"  # in a command: the seconds in which it measures
 SOURCES = ("memgraph", "passes", "benchmarks", "tests/gpu", "tests/kernels")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A command of Python, and the seconds that it may take; it is not begun with less than `least`."""
+    """A command of Python, and the most seconds that it may take; it is not begun with less than `least`."""
 
     name: str
     command: tuple[str, ...]
@@ -60,7 +62,7 @@ def _tests(path: str, seconds: float) -> Unit:
 
 
 def _figures(part: str, seconds: float, least: float) -> Unit:
-    return Unit(part, ("-m", "benchmarks.gpu", "--part", part, "--seconds", str(seconds - 30)), seconds, least)
+    return Unit(part, ("-m", "benchmarks.gpu", "--part", part, "--seconds", MEASURING), seconds, least)
 
 
 def _zoo(library: str) -> Unit:
@@ -178,8 +180,8 @@ def _ran(unit: Unit, seconds: float) -> Result:
     said.parent.mkdir(parents=True, exist_ok=True)
     with said.open("wb") as file:  # and no pipe, which what hangs would keep open
         process = subprocess.Popen(
-            [sys.executable, *unit.command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            [sys.executable, *(word.replace(MEASURING, f"{seconds - ENDING:.0f}") for word in unit.command)],
+            cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         code = process.wait(seconds)

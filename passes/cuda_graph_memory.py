@@ -47,10 +47,10 @@ def recording_nbytes(trace: Trace) -> int:
     """Return the bytes of a recorded step beside those of its plan.
 
     These are copies of inputs, tangents and outputs, the workspace of the update, and the memory of libraries for
-    the stream of the recording.
+    the stream of the recording, in each of the two threads.
     """
     copied = sum(made.nbytes for op in trace.ops if op.fn in ("input", "tangent") for made in op.makes)
-    libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES) // 2  # one thread records both halves
+    libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES)  # each half is recorded in its own thread
     returned = trace.held_by(value for kind, value in trace.outputs if kind in ("output", RELEASED))
     update = max((op.workspace for op in trace.ops if op.phase == "update"), default=0)
     return copied + libraries + sum(trace.nbytes[held] for held in returned) + update

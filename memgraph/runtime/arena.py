@@ -30,7 +30,8 @@ from ..graph.halves.partition import Partition
 from ..profile.request_log import RequestLog, Requests, why_not_logged
 from ..profile.step_timer import timing_ops
 
-MOST_HELD = 3  # blocks that are given up since results of a run are held in them
+MOST_HELD = 3  # runs that begin while results of an earlier one are held in its block
+MOST_NOTED = 3  # runs that are noted in vain, since they had other halves or did not come to their end
 COLLECTIVES = "collectives free memory when other ranks are done"
 _log = logging.getLogger(__name__)
 Code = Callable[[fx.GraphModule, list[Any]], Iterable[Any]]
@@ -52,17 +53,21 @@ class StepArena:
         self._guide: Guide | None = None
         self._code: dict[fx.GraphModule, Code] = {}
         self._block: ArenaBlock | None = None
-        self._held_blocks = 0
+        self._given_up: list[ArenaBlock] = []  # kept while results are in them: runs that find no memory use the rest
+        self._held_runs = self._noted_in_vain = 0
         self._is_busy = False
         self._grown = 0  # bytes that the pool has beside its block
 
     def begin(self) -> NotedRun | RunInArena | None:
         """Return the run that is noted, or one in the arena; None for one outside."""
+        self._close_emptied()
         if self.why_not or self._is_busy or torch.cuda.is_current_stream_capturing():
             return None
+        if self._given_up:
+            self._count_held()
+            return None
         if self._guide is None:
-            self._is_busy = True
-            return NotedRun(self)
+            return self._noted_run()
         block = self._empty_block(self._guide.block)
         if block is None:
             return None
@@ -71,12 +76,9 @@ class StepArena:
 
     def end(self) -> None:
         """Give the block back to the device, which needs it for what runs outside."""
-        block = None if self._is_busy else self._block
-        if block is not None:
-            self._block = None
-            self._held_blocks += block.is_held
-        if self._held_blocks == MOST_HELD:
-            self._leave("gradients or outputs of a run are held when another one begins")
+        self._close_emptied()
+        if not self._is_busy and self._give_up():
+            self._count_held()
 
     def close_noted(self, requests: Requests | None, allocated: int) -> None:
         """End the run that was noted, before which so many bytes were allocated.
@@ -85,9 +87,12 @@ class StepArena:
         """
         self._is_busy = False
         if requests is None:
+            self._noted_in_vain += 1
+            if self._noted_in_vain == MOST_NOTED:
+                self._leave("its runs have other halves than planned, or no backward")
             return
-        if requests.expandable:
-            self._leave("segments are expandable, and torch can't free a pool of these")
+        if requests.why_not_placed:
+            self._leave(requests.why_not_placed)
             return
         _log.info("addresses are found for %d requests", len(requests.events) // 2)
         self._guide = found = guide(requests.events, limit=max(self.budget - allocated, requests.live))
@@ -104,11 +109,21 @@ class StepArena:
         if self._grown > self._guide.reserved - self._guide.block:
             self._leave("a run asked for other memory than the one that was noted")
 
+    def _noted_run(self) -> NotedRun | None:
+        """Return a run that is noted; None while that of another step is, or if the caller records the history."""
+        self.why_not = why_not_logged(self.device)
+        if self.why_not or RequestLog.is_open:
+            return None
+        self._is_busy = True
+        return NotedRun(self)
+
     def _empty_block(self, nbytes: int) -> ArenaBlock | None:
         """Return the block, if nothing is in it."""
         if self._block is not None and self._block.is_held:
             self.end()
             return None
+        if self._block is not None and self._block.stream != torch.cuda.current_stream(self.device):
+            self._block = None  # the allocator keeps what was freed on a stream for requests of that stream
         if self._block is None:
             torch.cuda.empty_cache()  # of what runs outside have left
             self._grown = 0
@@ -118,16 +133,36 @@ class StepArena:
                 self._leave(f"the device has no block of {nbytes} bytes")
         return self._block
 
+    def _close_emptied(self) -> None:
+        """Close the blocks that were given up and whose results are gone."""
+        self._given_up = [block for block in self._given_up if block.is_held]
+
+    def _count_held(self) -> None:
+        self._held_runs += 1
+        if self._held_runs == MOST_HELD:
+            self._leave("gradients or outputs of a run are held when another one begins")
+
     def _leave(self, why: str) -> None:
-        self.why_not, self._block = why, None
+        self.why_not = why
+        self._give_up()
         self._code.clear()
+
+    def _give_up(self) -> bool:
+        """Give up the block; return True if results are in it."""
+        block, self._block = self._block, None
+        if block is None or not block.is_held:
+            return False
+        self._given_up.append(block)
+        return True
 
 
 class ArenaBlock:
     """A pool of torch's allocator with one free block."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.device, self.pool = device, torch.cuda.MemPool(use_on_oom=True)
+        self.device, self.stream = device, torch.cuda.current_stream(device)
+        with torch.cuda.device(device):  # a pool belongs to the current one
+            self.pool = torch.cuda.MemPool(use_on_oom=True)
         with self.used():
             block = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.begin, self.end = block.data_ptr(), block.data_ptr() + nbytes

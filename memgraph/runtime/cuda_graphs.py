@@ -13,11 +13,12 @@ recorded in autograd's thread, because libraries keep what they have loaded for 
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -65,9 +66,15 @@ class CudaRecorder:
 
     The graph is captured on a stream of its own; copy streams join it by the events that they wait for. Once a capture
     has failed, the process records no more: torch may be left in a state in which later ones record wrongly.
+
+    cuBLAS has a workspace for each stream. torch 2.11 never frees it; later versions do with each graph that was
+    captured on the stream, though others use it. So recordings that exist at once have a stream each, and later ones
+    take it over.
     """
 
     failures: ClassVar[list[str]] = []
+    failed: ClassVar[list[Any]] = []  # graphs, which torch's allocator of pinned memory asks whether they are captured
+    idle: ClassVar[defaultdict[torch.device, list[Any]]] = defaultdict(list)  # streams of recordings that are gone
 
     def __init__(self, device: torch.device) -> None:
         """
@@ -79,31 +86,60 @@ class CudaRecorder:
                 f"an earlier recording of this process has failed ({self.failures[0]}), and none is tried again; "
                 "leave cuda_graphs= out"
             )
-        self.device, self.stream = device, recording_stream(device)
+        self.device = device
+        self.stream = self.idle[device].pop() if self.idle[device] else torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.last = torch.cuda.Event()
 
+    def __del__(self) -> None:
+        if hasattr(self, "stream") and not sys.is_finalizing():
+            self.idle[self.device].append(self.stream)
+
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may still use the device.
-        capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
-            with paused_collector(), capture:  # freeing an object may call what CUDA forbids here
+            with self._capture(graph, pool=self.pool):
                 result = run()
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(graph, error)
             raise
         return result, graph.replay
 
-    def _give_up(self, error: BaseException) -> None:
-        """Let torch's allocator leave the pool, which it does not where CUDA ends the capture with an error."""
+    @contextmanager
+    def _capture(self, graph: Any, **pool: Any) -> Iterator[None]:
+        """Capture a graph. Other threads may still use the device, and freeing an object may call what CUDA forbids."""
+        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **pool)
+        # torch leaves the stream of a capture the current one where CUDA ends the capture with an error.
+        with torch.cuda.stream(torch.cuda.current_stream(self.device)), paused_collector(), capture:
+            yield
+
+    def _give_up(self, graph: Any, error: BaseException) -> None:
+        """Let torch leave the capture where CUDA has ended it with an error."""
         self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
-        with suppress(RuntimeError):  # it has left the pool
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
+        self._leave(graph, self.pool)
+        empty, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that this graph is empty
+                with self._capture(empty, pool=pool):  # before torch 2.13 its end lets the generator draw again
+                    pass
+        except RuntimeError:
+            self._leave(empty, pool)
         warn_user(
             f"a step could not be recorded as CUDA graphs ({self.failures[-1]}): this process records no more, and "
             "runs its steps op by op"
         )
+
+    def _leave(self, graph: Any, pool: Any) -> None:
+        """Let torch's allocators leave the pool of a graph.
+
+        From torch 2.14 on a graph does so when it is reset or freed, and ends the process if that was done before.
+        """
+        self.failed.append(graph)
+        with suppress(RuntimeError):
+            graph.reset()
+        with suppress(RuntimeError):  # it has left the pool
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
 
     def mark(self) -> None:
         self.last.record(torch.cuda.current_stream(self.device))
@@ -113,12 +149,6 @@ class CudaRecorder:
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
-
-
-@functools.cache
-def recording_stream(device: torch.device) -> Any:
-    """Return the stream on which all steps of a device are recorded, since cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
 
 
 def recorder_of(device: torch.device) -> Callable[[], Recorder]:

@@ -207,8 +207,11 @@ class Step:
             return None
 
     def _placed(self) -> PlacedRun | None:
-        """Return the run in this step's arena, which it has if torch's allocator held more than the budget."""
-        if self.report.held <= self.report.budget:
+        """Return the run in this step's arena, which it has if torch's allocator held more than the budget.
+
+        A step that is recorded has none, because the recording would be made beside the arena's block.
+        """
+        if self.report.held <= self.report.budget or self.cuda_graphs is not None:
             return None
         if self.arena is None:
             self.arena = StepArena(self.parts.halves, self.device, self.report.budget, self.parts.has_collectives)

@@ -89,6 +89,14 @@ def test_a_unit_gets_no_more_time_than_its_stage_has(log: Log) -> None:
     assert time.monotonic() - begin < 60
 
 
+def test_a_unit_that_measures_is_told_how_long(log: Log) -> None:
+    """It would be stopped, and count as failed, if its own limit were above what is left of the stage's time."""
+    told = Unit("told", ("-c", "import sys; print(sys.argv[1])", "{seconds}"), 500.0)
+    assert run("figures", [told], log, soon(100.0)) == 0
+    assert 60 <= float(lines(log)[-1]["found"]) <= 70
+    assert {unit.command[-2:] for unit in STAGES["figures"]} == {("--seconds", "{seconds}")}
+
+
 def test_lines_of_other_sources_do_not_count(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("tests", units("right"), log, soon()) == 0
     monkeypatch.setattr(stages, "_digest", lambda: "others")

@@ -64,6 +64,7 @@ def test_a_step_in_an_arena_is_eagers_and_little_is_lost(name: str, share: float
     ours._latest.arena.end()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    trained(model, ours, x, 1)  # which makes the block: for a moment all of it counts as allocated
     torch.cuda.reset_peak_memory_stats()
     trained(model, ours, x, 3)
     allocated, reserved = torch.cuda.max_memory_allocated() - before[0], torch.cuda.max_memory_reserved() - before[1]

@@ -157,6 +157,22 @@ def test_a_workspace_of_a_gpu_is_counted_in_whole_blocks(
     assert OpProfiler(ROOM)(op.node).workspace == workspace
 
 
+def test_an_op_that_runs_out_of_memory_in_its_run_has_no_workspace_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's error is a RuntimeError, as that of an op that does not accept made-up values is."""
+    op = Priced(GPU, monkeypatch)
+
+    def full(work: Any, device: torch.device) -> Any:
+        op.log.append("full")
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(op_profiler, "measure_peak", full)
+    monkeypatch.setattr(op_profiler, "release_cached", lambda device: op.log.append("released"))
+    monkeypatch.setattr(op_profiler, "roofline", lambda *_: 7.0)
+    with pytest.warns(RuntimeWarning, match="not enough memory is left to run"):
+        assert OpProfiler(ROOM)(op.node) == Cost(7.0, 120)
+    assert op.log == ["full", "released"] * 2
+
+
 @pytest.mark.parametrize(("limit", "room"), [(2000, None), (2000, 1000), (1000, 2000)])
 def test_the_buffer_comes_after_the_workspace_and_gets_what_the_budget_has_left(
     limit: int, room: int | None, monkeypatch: pytest.MonkeyPatch

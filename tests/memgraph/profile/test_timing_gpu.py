@@ -75,12 +75,15 @@ def test_no_op_of_a_step_is_waited_for_while_it_is_timed(monkeypatch: pytest.Mon
 
 
 def test_copies_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, empty, copies = Device(8.0), torch.empty, list[int]()
+    device, empty, copies = Device(8.0), torch.empty, list[set[bool]]()
 
     class Copied(Tensor):
-        def copy_(self, *_: object, **__: object) -> Any:
-            copies.append(1)
+        def copy_(self, other: object, *_: object, **__: object) -> Any:
+            copies.append({isinstance(self, OfBlock), isinstance(other, OfBlock)})
             device.run()
+
+    class OfBlock(Copied):
+        pass
 
     monkeypatch.setattr(torch, "empty", lambda n, **_: empty(n, dtype=torch.uint8).as_subclass(Copied))
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
@@ -92,12 +95,13 @@ def test_copies_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) 
 
         def __init__(self, nbytes: int, device: torch.device, allocator: object) -> None:
             assert device == GPU and allocator is PINNED_POOL.allocator
-            self.bytes, self.close = empty(nbytes, dtype=torch.uint8).as_subclass(Copied), lambda: closed.append(nbytes)
+            self.bytes = empty(nbytes, dtype=torch.uint8).as_subclass(OfBlock)
+            self.close = lambda: closed.append(nbytes)
 
     monkeypatch.setattr(pinned_tier, "PinnedBlock", Block)
     out, back = pinned_speed.__wrapped__(GPU, 800, 16)
     assert (out, back) == pytest.approx((800 / (8.0 + LAUNCH / 16),) * 2)
-    assert len(copies) == 2 * 5 * 16 and closed == [4096]
+    assert copies == [{True, False}] * 2 * 5 * 16 and closed == [4096]  # between the block and the device
 
 
 def test_a_wait_that_overlaps_an_op_does_not_make_its_time_negative() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile import request_log
-from memgraph.profile.request_log import RequestLog, Requests
+from memgraph.profile.request_log import RequestLog, Requests, why_not_logged
 from memgraph.runtime import arena
-from memgraph.runtime.arena import MOST_HELD, StepArena
+from memgraph.runtime.arena import MOST_HELD, MOST_NOTED, ArenaBlock, StepArena
 from memgraph.runtime.step import Step
 from passes.simulate.spacers import Event, Guide, Spacer
 
@@ -32,14 +32,19 @@ class Allocator:
     def __init__(self) -> None:
         self.held: list[tuple[str, list[Any]]] = []
         self.pool, self.blocks, self.is_held, self.is_capturing = 100, 0, False, False
+        self.stream = "the caller's"
 
 
 class Log:
     """A log that notes names only."""
 
+    is_open = False
+
     def __init__(self, device: torch.device) -> None:
         self.ops: list[tuple[int, str]] = []
         self.half = -1
+        assert not Log.is_open, "the allocator has one history"
+        Log.is_open = True
 
     def begin_half(self) -> None:
         self.half += 1
@@ -49,7 +54,8 @@ class Log:
         self.ops.append((self.half, name))
 
     def end(self) -> Requests:
-        return Requests([Event(op, op, 4 << 20) for op in range(len(self.ops))], self.ops, 4 << 20, expandable=False)
+        Log.is_open = False
+        return Requests([Event(op, op, 4 << 20) for op in range(len(self.ops))], self.ops, 4 << 20, why_not_placed="")
 
 
 @pytest.fixture
@@ -62,6 +68,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
         def __init__(self, nbytes: int, device: torch.device) -> None:
             played.blocks += 1
+            self.stream = played.stream
 
         @property
         def is_held(self) -> bool:
@@ -82,11 +89,13 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         played.held.append((str(op), [weakref.ref(block[0])]))
         return block
 
+    monkeypatch.setattr(Log, "is_open", False)
     for name, stand_in in {"ArenaBlock": Block, "RequestLog": Log, "guide": guide, "_hold": hold}.items():
         monkeypatch.setattr(arena, name, stand_in)
     monkeypatch.setattr(arena, "why_not_logged", lambda device: "")
     monkeypatch.setattr(arena, "_held_nbytes", lambda device: played.pool)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: played.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: played.is_capturing)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(
@@ -163,9 +172,35 @@ def test_results_that_stay_end_the_arena(allocator: Allocator) -> None:
     model, ours = in_arena()
     trained(model, ours)
     allocator.is_held = True
-    trained(model, ours, 2 * MOST_HELD)
+    trained(model, ours, MOST_HELD - 1)
+    assert "in an arena: one block" in str(ours.plan)
+    trained(model, ours)
     assert ours.plan.arena == "not in an arena: gradients or outputs of a run are held when another one begins"
-    assert allocator.blocks == MOST_HELD
+    assert allocator.blocks == 1
+
+
+def test_what_is_free_of_a_block_can_be_used_while_results_are_held_in_it(allocator: Allocator) -> None:
+    """torch's pool serves requests that find no memory (`use_on_oom`) as long as it is there."""
+    model, ours = in_arena()
+    trained(model, ours)
+    block = weakref.ref(ours._latest.arena._block)
+    allocator.is_held = True
+    trained(model, ours)
+    assert ours._latest.arena._block is None and block() is not None
+    allocator.is_held = False
+    with torch.no_grad():
+        ours(torch.ones(2, 8))  # another step
+    assert block() is None
+
+
+def test_the_next_run_has_a_block_once_results_are_gone(allocator: Allocator) -> None:
+    model, ours = in_arena()
+    trained(model, ours)
+    allocator.is_held = True
+    trained(model, ours)
+    allocator.is_held = False
+    trained(model, ours)
+    assert allocator.blocks == 2 and ours._latest.arena._block is not None
 
 
 def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator) -> None:
@@ -177,6 +212,92 @@ def test_a_run_that_is_not_noted_to_its_end_is_noted_again(allocator: Allocator)
     assert ours._latest.arena._guide is not None and not allocator.held
     trained(model, ours)
     assert allocator.held
+
+
+def test_a_step_that_never_runs_as_planned_is_noted_a_few_times_only(allocator: Allocator) -> None:
+    model = subject()
+    ours = memgraph.compile(model, "1GB")
+    trained(model, ours, 2)
+    for _ in range(MOST_NOTED):
+        assert not ours.plan.arena
+        ours(torch.ones(4, 8))  # has no backward
+    assert ours.plan.arena == "not in an arena: its runs have other halves than planned, or no backward"
+    assert ours._latest.arena.begin() is None
+
+
+def test_one_step_is_noted_at_a_time(allocator: Allocator) -> None:
+    """The allocator has one history, and marks of two steps in it would be taken for one another."""
+    model, other = subject(), subject()
+    ours, theirs = memgraph.compile(model, "1GB"), memgraph.compile(other, "1GB")
+    for _ in range(5):
+        theirs(ours(torch.ones(4, 8))).sum().backward()
+    assert ours._latest.arena._guide is not None and theirs._latest.arena._guide is not None
+    assert theirs._latest.arena.why_not == ""
+
+
+def test_the_history_of_a_caller_is_a_reason_and_that_of_a_log_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *given, **options: None)
+    assert why_not_logged(CPU) == "the history of torch's allocator is being recorded"
+    log = RequestLog(CPU)
+    assert why_not_logged(CPU) == ""
+
+    def snapshot(device: torch.device) -> Any:
+        raise RuntimeError("no memory is left for it")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    with pytest.raises(RuntimeError, match="no memory"):
+        log.end()
+    assert why_not_logged(CPU) == "the history of torch's allocator is being recorded"
+
+
+def test_a_run_on_another_stream_has_a_block_of_that_stream(allocator: Allocator) -> None:
+    """The allocator gives what was freed on a stream to requests of that stream alone."""
+    model, ours = in_arena()
+    trained(model, ours)
+    allocator.stream = "another"
+    trained(model, ours, 2)
+    assert allocator.blocks == 2 and ours._latest.arena._block.stream == "another"
+    assert "in an arena: one block" in str(ours.plan)
+
+
+class Pools:
+    """The pools of two devices, with the counts of their users, as torch has them."""
+
+    def __init__(self) -> None:
+        self.current, self.users = 0, dict[tuple[int, str], int]()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def MemPool(self, use_on_oom: bool) -> str:
+        self.users[self.current, "pool"] = 1
+        return "pool"
+
+    @contextmanager
+    def use_mem_pool(self, pool: str, device: torch.device) -> Iterator[None]:
+        assert self.users.get((device.index, pool), 1), "torch: INTERNAL ASSERT FAILED, use_count > 0"
+        self.users[device.index, pool] = self.users.get((device.index, pool), 0) + 1
+        yield
+        self.users[device.index, pool] -= 1
+
+
+def test_a_block_can_be_used_again_on_a_device_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, empty = Pools(), torch.empty
+    for name in ("device", "MemPool", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, name, getattr(pools, name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch, "empty", lambda n, dtype, device: empty(n, dtype=dtype))
+    block = ArenaBlock(512, torch.device("cuda", 1))
+    for _ in range(2):
+        with block.used():
+            pass
+    assert pools.users == {(1, "pool"): 1}
 
 
 def test_a_step_that_the_caller_records_allocates_where_the_recording_does(allocator: Allocator) -> None:
@@ -204,12 +325,29 @@ def test_other_steps_get_the_block(allocator: Allocator) -> None:
 def test_segments_that_are_expandable_and_other_allocators_are_a_reason(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Log, "end", lambda log: Requests([], log.ops, 0, expandable=True))
+    monkeypatch.setattr(Log, "end", lambda log: Requests([], log.ops, 0, "segments are expandable"))
     _, ours = in_arena()
-    assert "segments are expandable" in ours.plan.arena
+    assert ours.plan.arena == "not in an arena: segments are expandable"
     assert "other ranks" in StepArena(ours._latest.parts.halves, CPU, 1, has_collectives=True).why_not
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert request_log.why_not_logged(CPU) == "the allocator is cudaMallocAsync, and not torch's own"
+
+
+USUAL = {"expandable_segments": False, "max_split_size": -1, "roundup_power2_divisions": {"1": 0, "2": 0}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ({}, ""),
+        ({"expandable_segments": True}, "segments are expandable"),
+        ({"max_split_size": 512 << 20}, "torch does not divide a larger block"),
+        ({"roundup_power2_divisions": {"1": 0, "2": 4}}, "blocks are larger than what is asked for"),
+    ],
+)
+def test_settings_that_give_out_other_blocks_are_a_reason(setting: dict[str, Any], why: str) -> None:
+    found = request_log.why_not_placed({**USUAL, **setting})
+    assert why in found and bool(why) == bool(found)
 
 
 def test_a_history_is_read_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import memgraph
 import passes
 from memgraph.planning import assembly, replan, search, target
-from memgraph.runtime import cuda_graphs
+from memgraph.runtime import cuda_graphs, step
 from memgraph.runtime.cuda_graphs import CudaGraphPair
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_tier import PinnedLease, PinnedTier
@@ -173,6 +174,18 @@ def test_a_gradient_that_the_caller_keeps_is_not_overwritten(device: Device) -> 
         assert pair.same(turn)
     assert all(map(torch.equal, values, kept))  # type: ignore[arg-type]
     assert len(device.tapes) == 2  # recorded again, when the next step had no gradients
+
+
+def test_a_run_between_recordings_has_no_arena(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next recording would be made beside the arena's block, which has the bytes of the whole step."""
+    arenas: list[Any] = []
+    monkeypatch.setattr(step, "StepArena", lambda *given: arenas.append(given))
+    pair = Pair().begin()
+    ours = pair.ours._latest
+    ours.report = replace(ours.report, held=ours.report.budget + 1)
+    assert pair.same(2)
+    kept = [p.grad for p in pair.model.parameters()]
+    assert pair.same(3) and kept and not arenas
 
 
 def test_parameters_that_move_are_read_where_they_are_then(device: Device) -> None:

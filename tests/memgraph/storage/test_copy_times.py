@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import memgraph
+from memgraph.planning import assembly, search
 from memgraph.storage.async_copy import CopyLog, copy_rates
 from memgraph.storage.io_threads import read, write
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_tier import PinnedLease, PinnedTier
+from passes.schedule.schedule import Placement
+from tests.support.forced_plans import given_up
 from tests.support.late_device import Pinned
 
 CPU = torch.device("cpu")
@@ -102,3 +107,16 @@ def test_another_run_has_none() -> None:
     lease = copied(is_timed=False)
     assert copy_rates(lease.copies, half_duplex=False) == (0.0, 0.0)
     lease.release()
+
+
+def test_the_timed_step_has_the_rates_of_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PinnedPool(lambda: 1 << 30, Pinned())
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
+    monkeypatch.setattr(assembly, "open_tier", lambda device, slots, *_: PinnedTier(slots, device, Clock(), pool))
+    model = nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1))
+    ours = memgraph.compile(model, "1GB")
+    for _ in range(2):  # measured, then timed
+        model.zero_grad()
+        ours(torch.ones(300, 48)).sum().backward()
+    times = ours._latest.times
+    assert times is not None and all(rate > 0 for rate in times.rates(half_duplex=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,10 @@ from memgraph.capture.explain_errors import is_device_mismatch
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpCost, OpProfiler
+from memgraph.system import planning_process
 from memgraph.system.byte_sizes import budget_nbytes
 from memgraph.system.device import block_nbytes, headroom_nbytes, hold_to, unused_nbytes
+from memgraph.system.planning_process import planning
 from tests.support.models import net
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -117,6 +119,17 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
         cost = OpProfiler(1 << 30)(node)
     assert cost == (Cost(5.0, 100) if failures == 1 else Cost(7.0, 120))
     assert released == [GPU] * failures
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_planning_leaves_in_a_gpus_allocator_is_freed(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[torch.device] = []
+    monkeypatch.setattr(planning_process, "release_cached", released.append)
+    with suppress(ValueError), planning(GPU):
+        assert not released
+        if fails:
+            raise ValueError
+    assert released == [GPU]
 
 
 @pytest.mark.parametrize(
