@@ -13,6 +13,7 @@ under a mode that notes the op and computes nothing.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import BuiltinFunctionType, MethodDescriptorType
@@ -98,7 +99,11 @@ def _functions(node: fx.Node) -> Iterator[Callable[..., Any]]:
 
 def _calls(function: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any, result: Any) -> bool:
     """Return True if a function calls the op, once, with these arguments."""
-    with _Noting(result) as noted, torch.no_grad(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+    with (
+        _Noting(result) as noted, warnings.catch_warnings(), torch.no_grad(), torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")  # of deprecated arguments; as errors they would reach other threads
         try:
             function(*args, **kwargs)
         except (TypeError, RuntimeError):  # it takes other arguments, or calls other ops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -149,3 +150,19 @@ def test_the_code_names_what_it_calls() -> None:
     assert module.code.count("op_aten_mul_Tensor(") == 2
     (result,) = module.forward([X * 3])
     assert tree_leaves(result)[0].equal(X * 4.5)
+
+
+def test_a_function_that_is_tried_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_calls, "_found", {})
+    graph = fx.Graph()
+    node = graph.call_function(aten.add.Scalar, (graph.placeholder("x"), 2, 3))
+    node.args[0].meta["val"] = node.meta["val"] = torch.ones(3)  # type: ignore[union-attr]
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert direct_call(node)(torch.ones(3), 2, 3).tolist() == [7.0] * 3
+        assert not said
+    finally:
+        torch.set_warn_always(before)
