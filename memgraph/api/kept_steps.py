@@ -60,10 +60,12 @@ class KeptSteps:
         self.captures, self.sizes, self.variants = CaptureCache(), SizeKeys(), ValueVariants()
         self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
         self._floats, self._counters = FloatKeys(self._attributes, self.captures), CounterKeys(self._attributes)
+        self._parameters = tuple[int, ...]()  # those of the latest call, by their ids
 
     def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], Key]:
         """Return all tensors that a call reads, and the key of its step."""
         parameters, buffers = owned_tensors(self.planner.module)
+        self._drop_replaced(parameters)
         owned = [*parameters, *buffers]
         guard = signature(self.planner.module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
@@ -110,10 +112,26 @@ class KeptSteps:
             step = steps[key] = steps[key].replanned()
             steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                (guard, _, outputs), dropped = steps.popitem(last=False)
-                if self.planner.keeps_captures and not dropped.report.all_outputs:
-                    self.captures.add((guard, outputs), dropped.parts.captured.unsliced)
+                self._drop(next(iter(steps)))
             return step, floats
+
+    def _drop(self, key: Key) -> None:
+        """Drop a step, and keep its capture."""
+        (guard, _, outputs), dropped = key, self.steps.pop(key)
+        if self.planner.keeps_captures and not dropped.report.all_outputs:
+            self.captures.add((guard, outputs), dropped.parts.captured.unsliced)
+
+    def _drop_replaced(self, parameters: Sequence[Tensor]) -> None:
+        """Drop steps that hold parameters which the module has no longer: their bytes are in no plan."""
+        ids = tuple(map(id, parameters))
+        if ids == self._parameters:
+            return
+        with PLANNING_LOCK:
+            for key, step in list(self.steps.items()):
+                if not {*map(id, step.parts.trained)}.issubset(ids):
+                    self._drop(key)
+            self.planner.state.update.forget_removed()
+            self._parameters = ids
 
     def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
         """Return the keys of a call and its step without the attributes that opaque parts change in every step."""

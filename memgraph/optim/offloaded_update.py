@@ -151,6 +151,13 @@ class OffloadedUpdate:
         self.offloaded_owners.difference_update(owners)
         self.host_owners.difference_update(host_owners)  # a plan that replaces this one adds its own
 
+    def forget_removed(self) -> None:
+        """Forget the parameters that the optimizer has no longer: their bytes would stay."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        updated = {parameter for group in groups for parameter in group["params"]}
+        for owners in (self.offloaded_owners, self.host_owners):
+            owners.difference_update({owner for owner in owners if isinstance(owner, Tensor)} - updated)
+
     def stream(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
         """Start updates in windows for gradients that come one after the other, in this order."""
         offloaded = self.offloaded_owners.__contains__

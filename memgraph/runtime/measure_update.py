@@ -51,17 +51,16 @@ def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]]
     before, plain = vars(optimizer).get("step"), optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if vars(optimizer).get("step") is ours:  # a scheduler may have wrapped it since
+        if not ours:  # called before
+            return plain(*args, **kwargs)
+        if vars(optimizer).get("step") is ours.pop():  # a scheduler may have wrapped it since
             del optimizer.step
             if before is not None:
                 optimizer.step = before  # type: ignore[method-assign]
-        if called:
-            return plain(*args, **kwargs)
-        called.append(True)
         closure = any(map(callable, (*args, *kwargs.values())))
         update = functools.partial(plain, *args, **kwargs)
         return update() if closure else around(update)
 
-    called: list[bool] = []
-    ours = replace_step(optimizer, step)
-    optimizer.step = ours  # type: ignore[method-assign]
+    # A list that the call empties: a function that named itself would keep the optimizer until garbage is collected.
+    ours = [replace_step(optimizer, step)]
+    optimizer.step = ours[0]  # type: ignore[method-assign]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +132,19 @@ def test_a_closure_runs_the_model_and_is_not_measured() -> None:
     assert losses == sorted(losses, reverse=True)
     assert compiled.plan.measured is not None
     assert compiled.plan.measured <= compiled.plan.peak
+
+
+def test_a_measured_optimizer_is_freed_with_its_states_without_a_collection_of_garbage() -> None:
+    def trained() -> list[weakref.ref[Any]]:
+        module = heavy()
+        optimizer = optim.AdamW(module.parameters())
+        compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+        step(compiled, optimizer, torch.randn(8, 256))
+        return [weakref.ref(optimizer), *(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not [reference for reference in trained() if reference() is not None]
+    finally:
+        gc.enable()
