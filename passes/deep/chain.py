@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..analysis.chain_sections import Sections
 from ..analysis.reuse_gaps import ReuseGaps
@@ -47,7 +47,7 @@ def rerun_chain(trace: Trace, machine: Machine, until: float = math.inf) -> Plan
         tried += _towards(machine, ChainDP(needs, _beyond(machine.budget, sections), SLOTS, until))
     if not any(each.peak <= machine.budget for each in tried) and time.monotonic() < until:
         # These do not depend on the budget: so the lowest of their peaks is a budget that can be met.
-        tried = tried[:1] + list(_lowest(machine, ChainDP(needs, _beyond(needs.floor, sections), SLOTS, until)))
+        tried = tried[:1] + _lowest(machine, needs, until)
     fits = [each for each in tried if each.peak <= machine.budget]
     best = min(fits, key=lambda each: (each.us, each.peak)) if fits else min(tried, key=lambda each: each.peak)
     return best.plan
@@ -82,10 +82,19 @@ def _towards(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
     return found
 
 
-def _lowest(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
-    """Return plans of few slots.  The fewest slots need not give the lowest peak."""
+def _lowest(machine: Machine, needs: Needs, until: float) -> list[ChainTry]:
+    """Return plans of few slots, and those for the lowest of their peaks, as long as that falls.
+
+    The fewest slots need not give the lowest peak.
+    """
+    rotor = ChainDP(needs, _beyond(needs.floor, needs.sections), SLOTS, until)
     places = range(rotor.least, min(rotor.least + TRIES * STRIDE, rotor.size), STRIDE)
-    return [_try(machine, rotor, slots) for slots in places if time.monotonic() < rotor.until]
+    found = [_try(machine, rotor, slots) for slots in places if time.monotonic() < until]
+    lowest = math.inf
+    while found and (peak := min(each.peak for each in found)) < lowest and time.monotonic() < until:
+        lowest = peak
+        found += _towards(replace(machine, budget=peak), ChainDP(needs, _beyond(peak, needs.sections), SLOTS, until))
+    return found
 
 
 def _try(machine: Machine, rotor: ChainDP, slots: int) -> ChainTry:

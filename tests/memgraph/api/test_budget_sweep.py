@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -13,16 +14,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph import Point, Sweep
 from memgraph.api.budget_sweep import POINTS
 from memgraph.api.unplanned import unplanned
 from memgraph.profile import op_profiler
+from memgraph.profile.op_profiler import OpCost, nominal_us
 from memgraph.report.budget_curve import point_of_refusal
 from passes import make_plan
 from tests.support.models import batch, net
+
+measured = op_profiler._measure
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nominal_prices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Price ops at guessed rates: at prices of a busy machine another budget may get a smaller plan by chance."""
+
+    def nominal(node: fx.Node, timer: Any) -> OpCost | None:
+        found = measured(node, timer)
+        return found and replace(found, cost=replace(found.cost, us=nominal_us(node)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
+        patch.setattr(op_profiler, "_known", {})
+        patch.setattr(op_profiler, "_measure", nominal)
+        yield
 
 
 @cache
@@ -51,6 +70,7 @@ def test_all_commands_give_one_time_for_the_step_as_it_is(
 ) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
     monkeypatch.setattr(op_profiler, "_known", {})  # so that ops are priced here
+    monkeypatch.setattr(op_profiler, "_measure", measured)
     explained = unplanned(net(), batch()).choice.captured
     asked = memgraph.sweep(net(), batch(), offload=None, time_limit=0, budgets=["1GB"])
     needs_a_plan = memgraph.plan(net(), batch(), budget=explained.peak - 60_000, offload=None, time_limit=0)
