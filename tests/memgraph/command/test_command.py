@@ -21,6 +21,7 @@ from memgraph.command.app import main
 from memgraph.command.factory import load_call
 from memgraph.fit.described_model import ModelCall
 from memgraph.system.first_line import is_command
+from passes import NO_PROOFS
 
 FACTORY = """
 import torch
@@ -167,6 +168,11 @@ def test_a_file_that_claims_too_much_is_not_verified(
     boast = replace(saved, bound_us=saved.bound_us + 1e6, any_us=saved.any_us + 1e6)
     (file := tmp_path / "boast.json").write_text(boast.to_json())
     assert main(["verify", str(file)]) == 1
+    file.write_text(replace(boast, proofs=NO_PROOFS).to_json())
+    capsys.readouterr()
+    assert main(["verify", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "proven without a solver" in said and "which leaves no dual values to check" in said
     over = replace(saved, machine=replace(saved.machine, budget=saved.peak - 1))
     file.write_text(over.to_json())
     capsys.readouterr()
