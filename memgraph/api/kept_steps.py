@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
@@ -122,9 +122,12 @@ class KeptSteps:
             self.captures.add((guard, outputs), dropped.parts.captured.unsliced)
 
     def _drop_replaced(self, parameters: Sequence[Tensor]) -> None:
-        """Drop steps that hold parameters which the module has no longer: their bytes are in no plan."""
+        """Drop steps that hold parameters which the module has no longer: their bytes are in no plan.
+
+        Tensors that are no parameters are in their place for one call, as in `torch.func.functional_call`.
+        """
         ids = tuple(map(id, parameters))
-        if ids == self._parameters:
+        if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
             return
         with PLANNING_LOCK:
             for key, step in list(self.steps.items()):

@@ -40,6 +40,18 @@ def test_parameters_whose_states_are_on_disk_are_freed_when_they_are_replaced() 
     assert compiled._planner.state.update.offloaded_owners <= set(compiled.parameters())
 
 
+def test_a_step_stays_while_a_call_has_other_parameters() -> None:
+    compiled: Any = memgraph.compile(Net(), ROOM)
+    compiled(batch()).sum().backward()
+    (step,) = compiled._kept.steps.values()
+    others = {name: value.detach().clone().requires_grad_() for name, value in compiled.named_parameters()}
+    loss = torch.func.functional_call(compiled, others, (batch(),)).sum()
+    torch.autograd.grad(loss, list(others.values()))
+    compiled.zero_grad()
+    compiled(batch()).sum().backward()
+    assert step.parts.halves in [kept.parts.halves for kept in compiled._kept.steps.values()]
+
+
 def _train(compiled: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor | None = None) -> None:
     for _ in range(2):
         compiled(batch() if x is None else x).square().mean().backward()
