@@ -122,19 +122,23 @@ class KeptSteps:
             self.captures.add((guard, outputs), dropped.parts.captured.unsliced)
 
     def _drop_replaced(self, parameters: Sequence[Tensor]) -> None:
-        """Drop steps that hold parameters which the module has no longer: their bytes are in no plan.
+        """Drop steps that hold parameters which neither the module nor the optimizer has: their bytes are in no plan.
 
         Tensors that are no parameters are in their place for one call, as in `torch.func.functional_call`.
         """
         ids = tuple(map(id, parameters))
         if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
             return
+        optimizer = self.planner.state.optimizer
+        groups = optimizer.param_groups if optimizer is not None else ()
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
         with PLANNING_LOCK:
-            for key, step in list(self.steps.items()):
-                if not {*map(id, step.parts.trained)}.issubset(ids):
-                    self._drop(key)
+            trained = {key: {*map(id, step.parts.trained)}.difference(ids) for key, step in self.steps.items()}
+            for key in [key for key, others in trained.items() if not others <= updated]:
+                self._drop(key)
             self.planner.state.update.forget_removed()
-            self._parameters = ids
+            if not any(others & updated for others in trained.values()):
+                self._parameters = ids
 
     def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
         """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
