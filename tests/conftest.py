@@ -42,10 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    long = set((Path(__file__).parent / "long_tests.txt").read_text().split())
+    """Mark the long tests, and put them in the order of their list: the shortest first, as --within may leave out others."""
+    names = (Path(__file__).parent / "long_tests.txt").read_text().split()
+    place = {name: i for i, name in enumerate(names)}
     for item in items:
-        if item.nodeid.partition("[")[0] in long:
+        if item.nodeid.partition("[")[0] in place:
             item.add_marker("long")
+    items.sort(key=lambda item: place.get(item.nodeid.partition("[")[0], -1))
 
 
 @pytest.hookimpl(tryfirst=True)
