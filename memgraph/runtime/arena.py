@@ -134,7 +134,7 @@ class StepArena:
         return self._block
 
     def _close_emptied(self) -> None:
-        """Close the blocks that were given up and whose results are gone."""
+        """Close the blocks that were given up and whose results are gone. Not yet run on a GPU."""
         self._given_up = [block for block in self._given_up if block.is_held]
 
     def _count_held(self) -> None:

@@ -114,7 +114,7 @@ class CudaRecorder:
             yield
 
     def _give_up(self, graph: Any, error: BaseException) -> None:
-        """Let torch leave the capture where CUDA has ended it with an error."""
+        """Let torch leave the capture where CUDA has ended it with an error. Not yet run on a GPU."""
         self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
         self._leave(graph, self.pool)
         empty, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
