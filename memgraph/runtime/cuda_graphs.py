@@ -98,7 +98,7 @@ class CudaRecorder:
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._capture(graph, pool=self.pool):
+            with self._capture(graph, self.pool):
                 result = run()
         except BaseException as error:
             self._give_up(graph, error)
@@ -106,9 +106,9 @@ class CudaRecorder:
         return result, graph.replay
 
     @contextmanager
-    def _capture(self, graph: Any, **pool: Any) -> Iterator[None]:
+    def _capture(self, graph: Any, pool: Any) -> Iterator[None]:
         """Capture a graph. Other threads may still use the device, and freeing an object may call what CUDA forbids."""
-        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **pool)
+        capture = torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local")
         # torch leaves the stream of a capture the current one where CUDA ends the capture with an error.
         with torch.cuda.stream(torch.cuda.current_stream(self.device)), paused_collector(), capture:
             yield
@@ -121,7 +121,7 @@ class CudaRecorder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says that this graph is empty
-                with self._capture(empty, pool=pool):  # before torch 2.13 its end lets the generator draw again
+                with self._capture(empty, pool):  # before torch 2.13 its end lets the generator draw again
                     pass
         except RuntimeError:
             self._leave(empty, pool)
