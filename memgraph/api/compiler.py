@@ -28,6 +28,7 @@ from ..oss import OSS
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.saved_plan import PlanRecord
+from ..tensors.parameter_groups import parameter_groups
 from .compiled_module import CompiledModule
 from .refuse_wrapped import refuse_wrapped, warn_of_steps
 from .shapes_only import on_device
@@ -197,8 +198,7 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
     optimizer = options.optimizer
     if optimizer is None:
         return
-    owned = set(model.parameters())
-    if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
+    if parameter_groups(optimizer).keys().isdisjoint(model.parameters()):
         raise ValueError("the optimizer has no parameter of the model; make it of model.parameters()")
     if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
         raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')

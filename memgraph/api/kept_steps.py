@@ -33,6 +33,7 @@ from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector
+from ..tensors.parameter_groups import parameter_groups
 from ..tensors.pytree import Spec, tensors_of
 
 PLANS = 8  # steps that are always kept
@@ -129,9 +130,7 @@ class KeptSteps:
         ids = tuple(map(id, parameters))
         if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
             return
-        optimizer = self.planner.state.optimizer
-        groups = optimizer.param_groups if optimizer is not None else ()
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        updated = set(map(id, parameter_groups(self.planner.state.optimizer)))
         with PLANNING_LOCK:
             trained = {key: {*map(id, step.parts.trained)}.difference(ids) for key, step in self.steps.items()}
             for key in [key for key, others in trained.items() if not others <= updated]:

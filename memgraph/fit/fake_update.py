@@ -20,6 +20,7 @@ from ..optim.fake_step import fake_step_nbytes
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
 from ..optim.optimizer_clone import clone_optimizer, distinct_steps, state_tensors
 from ..system.device import CPU
+from ..tensors.parameter_groups import parameter_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate
     """
     mode = ConstantFakeMode()
     with mode:
-        fakes = {p: _fake(p) for group in optimizer.param_groups for p in group["params"]}
+        fakes = {parameter: _fake(parameter) for parameter in parameter_groups(optimizer)}
     groups = [_on_device(group, fakes, kind) for group in optimizer.param_groups]
     clone = clone_optimizer(optimizer, groups, defaultdict(dict))
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn, optim
 
 from ..errors import FusedError
 from ..tensors.aliasing import describe_shared_memory
+from ..tensors.parameter_groups import parameter_groups
 from .captured import Captured
 from .nodes import returned_values
 from .ops import update
@@ -31,7 +32,7 @@ def add_updates(
         FusedError: a parameter shares memory, so backward would read what is updated; or as in `fuse_updates`.
     """
     named = dict(module.named_parameters())
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    owned = parameter_groups(optimizer)
     captured = fuse_updates(captured, {name for name, parameter in named.items() if parameter in owned})
     updated = updated_parameters(captured.graph.graph)
     if shared := describe_shared_memory(module, optimizer, updated.values()):

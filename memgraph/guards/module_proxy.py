@@ -170,4 +170,10 @@ class WithLoss(ModuleProxy):
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         result = self._module(*args, **kwargs)
-        return self._loss(result) if target is None else self._loss(result, target)
+        if target is not None:
+            return self._loss(result, target)
+        try:
+            return self._loss(result)
+        except TypeError as error:
+            error.add_note("loss= is a part of the compiled module, and got its outputs alone: call it with target=...")
+            raise

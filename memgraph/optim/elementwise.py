@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import UpdateError
+from ..tensors.parameter_groups import parameter_groups
 
 ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
@@ -74,10 +75,9 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
     """
     if reason := unsupported_reason(optimizer, lambda parameter: parameter.grad is not None):
         raise UpdateError(reason)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                _check_tensors(type(optimizer).__name__, parameter, parameter.grad)
+    for parameter in parameter_groups(optimizer):
+        if parameter.grad is not None:
+            _check_tensors(type(optimizer).__name__, parameter, parameter.grad)
 
 
 def is_nondeterministic(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:

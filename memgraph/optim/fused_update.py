@@ -20,6 +20,7 @@ from ..errors import FusedError
 from ..guards.module_proxy import unwrapped
 from ..profile.memory_meter import resident_bytes
 from ..storage.mapped_storage import buffer_slice_of
+from ..tensors.parameter_groups import parameter_groups
 from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step, unhooked_step
 from .offloaded_update import OffloadedUpdate
 from .optimizer_clone import STATE_ADVICE, clone_optimizer, state_tensors, unclonable_reason
@@ -58,7 +59,7 @@ class FusedUpdate:
         """
         self.accepted = False
         self.guard.check()
-        self.groups = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        self.groups = parameter_groups(self.optimizer)
         if reason := self._refusal(grad_sinks, tangents, retain_graph):
             raise FusedError(f"{reason}; {WITHOUT}")
         self.parameters = {name: sink for name, sink in grad_sinks.items() if sink is not None}

@@ -30,6 +30,7 @@ from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
 from ..tensors.layout import view_bytes_as
+from ..tensors.parameter_groups import parameter_groups
 from .elementwise import EXACT_DTYPES
 from .optimizer_clone import ClonedOptimizer, StepInput, initial_state
 from .optimizer_profiler import kernel_options
@@ -128,7 +129,7 @@ def host_update_rate(optimizer: optim.Optimizer, parts: Sequence[StatePart], nby
 
     0.0 if there are no parts. A window of made-up parameters is stepped on, in memory that no cache holds.
     """
-    groups = {parameter: i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    groups = parameter_groups(optimizer)
     counts = Counter[tuple[int, torch.dtype]]()
     for parameter in (parameter for part in parts for parameter in part.parameters):
         counts[groups[parameter], parameter.dtype] += parameter.numel()

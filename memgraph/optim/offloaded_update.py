@@ -22,6 +22,7 @@ from ..errors import UpdateError
 from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
+from ..tensors.parameter_groups import parameter_groups
 from .elementwise import is_exact, unsupported_reason
 from .host_step import host_update_rate, reserve_windows
 from .optimizer_profiler import states_nbytes
@@ -58,8 +59,7 @@ class OffloadedUpdate:
     @property
     def window(self) -> int:
         """Bytes of a window, for planning an update of what is trained now."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        trained = [parameter for parameter in parameter_groups(self.optimizer) if parameter.requires_grad]
         return window_nbytes(trained, any(p.device.type == "cuda" for p in trained))
 
     @property
@@ -153,10 +153,10 @@ class OffloadedUpdate:
 
     def forget_removed(self) -> None:
         """Forget the parameters that the optimizer has no longer: their bytes would stay."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        updated = {parameter for group in groups for parameter in group["params"]}
-        for owners in (self.offloaded_owners, self.host_owners):
-            owners.difference_update({owner for owner in owners if isinstance(owner, Tensor)} - updated)
+        removed = {owner for owner in (*self.offloaded_owners, *self.host_owners) if isinstance(owner, Tensor)}
+        removed.difference_update(parameter_groups(self.optimizer))
+        self.offloaded_owners -= removed
+        self.host_owners -= removed
 
     def stream(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
         """Start updates in windows for gradients that come one after the other, in this order."""

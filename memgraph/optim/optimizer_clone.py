@@ -26,6 +26,7 @@ from ..errors import UpdateError
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.device import CPU
 from ..system.profiler_thread import run_unprofiled
+from ..tensors.parameter_groups import parameter_groups
 from .elementwise import ELEMENTWISE, unhooked_step
 from .first_state import is_torch_optimizer
 
@@ -87,8 +88,7 @@ class ClonedOptimizer:
             for group in optimizer.param_groups
         ]
         self.optimizer = clone_optimizer(optimizer, [], defaultdict(dict))
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.device = next((parameter.device for parameter in parameters), CPU)
+        self.device = next((parameter.device for parameter in parameter_groups(optimizer)), CPU)
         self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in SCALING if name in vars(optimizer)}
 
     def step(self, inputs: Sequence[StepInput]) -> list[dict[str, Any] | None]:
@@ -205,7 +205,7 @@ def unclonable_reason(optimizer: optim.Optimizer) -> str:
     if type(optimizer) in ELEMENTWISE:
         return ""
     clone = ClonedOptimizer(optimizer)
-    kinds = dict.fromkeys((i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
+    kinds = dict.fromkeys((i, parameter.dtype) for parameter, i in parameter_groups(optimizer).items())
     return next(filter(None, (clone.shared_changes(*kind) for kind in kinds)), "")
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation, buffer_slice_of
 from ..storage.spill_file import SpillError
+from ..tensors.parameter_groups import parameter_groups
 from .elementwise import check_elementwise, declared_elementwise, replace_step, unhooked_step
 from .update_operands import ParameterPredicate, no_parameters
 from .windowed_update import WindowedUpdate
@@ -115,7 +116,7 @@ class WindowedOptimizer:
 
     def _is_offloaded(self) -> bool:
         """Return True if the step needs anything that is offloaded, or has to be."""
-        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        trained = [parameter for parameter in parameter_groups(self.optimizer) if parameter.grad is not None]
         return any(
             self.offloaded(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
         )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ShardError
+from ..tensors.parameter_groups import parameter_groups
 from .clip_norm import AveragedGrads
 from .comm.rank_group import RankGroup
 from .comm.watchdog import CollectiveWatchdog
@@ -36,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Any, Tensor]:
-        if any(is_placeholder(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]):
+        if any(is_placeholder(parameter.grad) for parameter in parameter_groups(optimizer)):
             raise ShardError(
                 "the compiled module's backward has averaged the gradients and keeps a shard of them, which a "
                 "GradScaler can't see: train without one, as with bfloat16, or compile without optimizer="

@@ -31,3 +31,13 @@ def test_a_call_with_wrong_arguments_fails_as_in_eager(args: tuple[Any, ...], kw
 def test_so_does_a_plan_or_a_sweep_without_arguments(entry: Any) -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'input'"):
         entry(nn.Linear(8, 8))
+
+
+def test_a_loss_without_its_target_says_how_to_pass_one() -> None:
+    compiled = memgraph.compile(nn.Linear(8, 8), "1GB", loss=nn.functional.cross_entropy)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'target'") as caught:
+        compiled(X)
+    assert caught.value.__notes__ == [
+        "loss= is a part of the compiled module, and got its outputs alone: call it with target=..."
+    ]
+    assert compiled(X, target=torch.zeros(3, dtype=torch.long)).ndim == 0
