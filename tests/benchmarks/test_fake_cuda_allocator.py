@@ -31,7 +31,7 @@ device = torch.device("cuda", 0)
 before = torch.cuda.current_stream(device)
 warnings.simplefilter("ignore")
 try:
-    CudaRecorder(device).record(int)  # streams of a described device can't be captured
+    CudaRecorder(device).record(torch.cuda.synchronize)  # which no capture allows
 except RuntimeError:
     assert torch.cuda.current_stream(device) == before
     CudaRecorder.failed.clear()

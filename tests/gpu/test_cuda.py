@@ -63,8 +63,11 @@ def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> N
     assert report.measured is not None and report.measured <= report.peak <= report.machine.budget
 
 
+SLEEPING = [pytest.param(stream, marks=pytest.mark.kernels) for stream in ("out", "back", "compute")]
+
+
 @pytest.mark.parametrize("plan", [given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["offload", "mixed"])
-@pytest.mark.parametrize("late", ["out", "back", "compute", "none"])
+@pytest.mark.parametrize("late", [*SLEEPING, "none"])
 def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream sleeps before each of its copies, or before each of the others'."""
     monkeypatch.setattr(search, "make_plan", plan)
@@ -100,6 +103,7 @@ def test_the_block_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPa
     assert [id(block) for block in PINNED_POOL.free] == before
 
 
+@pytest.mark.kernels
 def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
     link_bandwidth.measure_casts(CUDA)
     for count in (1, 1000, 1 << 22):
@@ -118,6 +122,7 @@ def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("flushes", [True, False])
 def test_the_buffer_that_flushes_the_cache_is_freed_and_in_no_workspace(
     flushes: bool, monkeypatch: pytest.MonkeyPatch

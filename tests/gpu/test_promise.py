@@ -73,6 +73,7 @@ def test_the_allocator_never_holds_more_than_a_strict_budget() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.kernels
 def test_compiled_segments_keep_the_budget() -> None:
     case = next(case for case in CASES if case.name == "gpt2")
     sgd = torch.optim.SGD  # AdamW makes as large a step of a gradient of rounding errors as of any other
