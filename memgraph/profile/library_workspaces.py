@@ -79,6 +79,7 @@ def _allocated_nbytes(device: torch.device) -> int:
 
 def _multiply(device: torch.device) -> None:
     """Multiply matrices in this thread and in autograd's."""
+    torch.cuda.empty_cache()  # or a workspace may lie in a larger block, whose rest no other large request gets
     with (
         contextlib.suppress(RuntimeError),  # deterministic algorithms forbid cuBLAS without a fixed workspace
         torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast(),
