@@ -51,19 +51,19 @@ def budget_error(
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}{_reasons(whole, needed)}", error.budget, needed)
 
 
-def refuse_value_run(call: Call, graph: StepGraph, needed_nbytes: Callable[[int], int]) -> None:
+def refuse_value_run(
+    call: Call, graph: StepGraph, resident_nbytes: int, needed_nbytes: Callable[[int], int]
+) -> None:  # fmt: skip
     """
     Args:
+        resident_nbytes: of the module, its gradients and its optimizer that are on the device now.
         needed_nbytes: returns a budget for which the whole call has a plan, of so many bytes at least.
 
     Raises:
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
     nbytes, budget = graph.captured.value_run_nbytes, graph.target.budget
-    parameters = list(call.module.parameters())
-    given = tensors_of(flatten((call.args, call.kwargs))[0])
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    forward = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
+    forward = nbytes + resident_nbytes + resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
     if nbytes and forward > budget:
         needed = needed_nbytes(forward)
         step = f", and the step {needed}" if needed > forward else ""
