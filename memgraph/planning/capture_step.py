@@ -32,6 +32,7 @@ from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from ..tensors.pytree import flatten, tensors_of
+from .accumulated_step import with_remaining_grads
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -99,8 +100,11 @@ def _blocks(call: Call, target: Target, options: CompileOptions, cuts: Cuts, sta
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:
-    """Return the trace of a captured step with optimizer states and update."""
-    return state.add_update(trace, captured.graph.graph, state.trained(captured))
+    """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
+    trained = state.trained(captured)
+    trace = state.add_update(trace, captured.graph.graph, trained)
+    # Ranks may hold different ones, and have to be cut alike.
+    return trace if state.has_other_ranks else with_remaining_grads(trace, state.module, trained.parameters)
 
 
 def captured_call(call: Call, device: torch.device) -> Captured:
