@@ -79,7 +79,10 @@ def _of_value_run(graph: StepGraph) -> tuple[str, str]:
     """Return why forward runs once before the first step, and what would spare it."""
     if graph.captured.opaque and all(guard.op == "opaque" for guard in graph.captured.guards):
         paths = ", ".join(part.path for part in graph.captured.opaque)
-        return f"forward is run once without backward to measure {paths}, which run as they are", "opaque=False"
+        return (
+            f"forward is run once, and backward of each part, to measure {paths}, which run as they are",
+            "opaque=False",
+        )
     because = "forward branches on values of tensors, and is run once without backward to find them"
     return because, "compute with torch.where or a mask instead"
 

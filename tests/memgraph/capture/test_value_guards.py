@@ -221,6 +221,26 @@ def test_a_run_for_values_above_the_budget_is_refused_with_one_that_does() -> No
     memgraph.compile(Inference(), caught.value.smallest)(x).backward()
 
 
+def test_a_call_that_adds_to_gradients_needs_no_room_for_a_run_that_it_does_not_have() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16_384))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x.sin()
+            second = first.sin()
+            third = second.sin()  # all three are held until forward ends
+            return self.weight.mean() * (third if first[0] == x[0].sin() else second).mean()
+
+    x = torch.randn(65_536)
+    with pytest.raises(memgraph.BudgetError, match="branches on values of tensors") as caught:
+        memgraph.compile(Holding(), 400_000)(x)
+    compiled = memgraph.compile(Holding(), caught.value.smallest)
+    for _ in range(2):
+        compiled(x).backward()
+
+
 def test_a_run_for_values_is_beside_the_optimizers_states() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
