@@ -1,4 +1,4 @@
-"""What the benchmark of the host's cost prints."""
+"""The rows of the benchmark of the host's cost."""
 
 from __future__ import annotations
 
