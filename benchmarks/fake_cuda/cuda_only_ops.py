@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_draws import next_seed
+from .host_draws import drawing, next_seed
 from .host_tensors import OnHost
 
 aten = torch.ops.aten
@@ -65,8 +65,8 @@ class Attention:
         sums = scores.logsumexp(-1, keepdim=True)
         kept = torch.ones(())
         if self.dropout:
-            numbers = torch.Generator().manual_seed(self.seed)
-            kept = (torch.rand(scores.shape, generator=numbers) >= self.dropout).float() / (1 - self.dropout)
+            with drawing(self.seed):
+                kept = (torch.rand(scores.shape) >= self.dropout).float() / (1 - self.dropout)
         return (scores - sums).exp(), kept, sums.squeeze(-1)
 
     def _heads(self, value: Tensor) -> Tensor:
@@ -169,6 +169,12 @@ def _rms_norm_backward(
     return tuple(each if is_wanted else None for each, is_wanted in zip(found, wanted, strict=True))
 
 
+def _histogram(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Count whole numbers too, as routed experts do."""
+    counts: Tensor = aten.histc.default(x.float(), *args, **kwargs)
+    return counts.to(x.dtype)
+
+
 CUDA_ONLY: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
@@ -178,6 +184,7 @@ CUDA_ONLY: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
     "cudnn_batch_norm": _cudnn_batch_norm,
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
+    "histc": _histogram,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
 }

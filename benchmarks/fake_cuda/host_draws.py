@@ -27,10 +27,10 @@ def next_seed(generator: torch.Generator | None = None) -> int:
 
 
 @contextmanager
-def drawing(generator: torch.Generator | None) -> Iterator[None]:
-    """Let the host's default generator have the numbers of the next draw of the device's."""
+def drawing(seed: int) -> Iterator[None]:
+    """Let the host's default generator have the numbers of a seed."""
     kept = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(next_seed(generator))
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .host_draws import drawing
+from .host_draws import drawing, next_seed
 from .host_graphs import HostGraphs, Workspaces
 from .host_tensors import CUDA, OnHost, on_host, to_device, without_values
 
@@ -123,7 +123,7 @@ def _called(op: Any, *args: Any, **kwargs: Any) -> Any:
     kinds = zip(op._schema.arguments, args, strict=False)
     has_numbers = any(isinstance(value, Number) and "Tensor" in str(each.type) for each, value in kinds)
     call = op.overloadpacket if has_numbers else op
-    with drawing(generator) if torch.Tag.nondeterministic_seeded in op.tags else nullcontext():
+    with drawing(next_seed(generator)) if torch.Tag.nondeterministic_seeded in op.tags else nullcontext():
         return call(*args, **kwargs)
 
 
