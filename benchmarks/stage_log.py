@@ -42,10 +42,10 @@ class Result:
 
 @dataclass
 class History:
-    """What earlier calls have left of a unit."""
+    """The past of a unit: what earlier calls have written of it."""
 
     result: Result | None = None
-    begun: int = 0  # times that it has begun, of which nothing came
+    begun: int = 0  # times that it has begun, without an end that is known
     cut: bool = False
 
     @property

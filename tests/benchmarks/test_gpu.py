@@ -157,7 +157,7 @@ def test_a_part_that_hangs_is_a_figure_that_says_so_behind_those_that_it_has(mon
     monkeypatch.setattr(gpu, "PART", 1.0)  # until when a busy machine has come to the first
     monkeypatch.setattr(bandwidth, "rows", hangs)
     for left, unit in [(60.0, "failed"), (0.9, "no time left")]:  # its own time, and that of all figures
-        found = list(gpu._figures(CPU, True, lambda there=left: there, ["kernels"]))
+        found = list(gpu._figures(CPU, True, partial(float, left), ["kernels"]))
         assert [figure.name for figure in found] == ["copy", "kernels: Overtime: not done in 1 s"]
         assert found[-1].unit == unit
 

@@ -38,6 +38,10 @@ def test_every_case_is_there() -> None:
     assert all(callable(getattr(smoke_cases, case)) and getattr(smoke_cases, case).__doc__ for case in smoke.CASES)
 
 
+def test_on_a_cpu_no_case_is_asked_for_what_it_has_not() -> None:
+    assert {*smoke._cases("A GPU")} - {*smoke._cases("cpu")} == {"recording"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_it_says_so_in_a_line() -> None:
     found = subprocess.run(

@@ -156,7 +156,7 @@ def test_lines_of_other_sources_do_not_count(log: Log, monkeypatch: pytest.Monke
 
 
 def test_sources_are_those_that_the_units_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU's tests take from tests/support was not one."""
+    """A change of tests/support, whose models the GPU's tests train, did not count."""
     monkeypatch.setattr(stage_log, "ROOT", tmp_path)
     (tmp_path / "tests" / "support").mkdir(parents=True)
     before = stage_log.digest()
