@@ -170,14 +170,23 @@ def test_benchmarks_want_no_pytest() -> None:
 
 def _imported(file: Path) -> Iterator[str]:
     """Yield the modules that a file imports when it is imported itself."""
-    for node in ast.parse(file.read_text()).body:
+    for node in _run_at_import(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         if isinstance(node, ast.ImportFrom):
             package = ".".join(file.relative_to(ROOT).parts[: -node.level]) + "." if node.level else ""
-            module = package + (node.module or "")
-            yield module.rstrip(".")
-            yield from (f"{module.rstrip('.')}.{name.name}" for name in node.names)
+            module = (package + (node.module or "")).rstrip(".")
+            yield module
+            yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def _run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes outside of functions, and of what only types are for."""
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from _run_at_import(node)
 
 
 def test_a_case_compares_buffers_and_bytes_with_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
