@@ -6,7 +6,7 @@ BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
 CUDA_READY = .venv-cuda/ready
 CUDA_TORCH = torch==2.14.1
-CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow transformers
+CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow transformers timm torchvision diffusers torch_geometric
 
 WITHIN ?= 720
 
@@ -70,11 +70,15 @@ gpu:
 $(GPU_STAGES:%=gpu-%): gpu-%:
 	$(PYTHON) -m benchmarks.stages $* --within $(WITHIN_GPU) $(AGAIN)
 
-# What CUDA would dispatch, on a machine without a device: torch's CUDA build sees one that is described.  It takes 6 GB
-# of disk and a quarter of an hour.  Nothing runs on a GPU, so there is no figure of one in it.
+# What CUDA would do, on a machine without a device: torch's CUDA build sees one that is described.  The host computes the
+# ops of its tests; then come what the allocator holds for large steps, and what the zoo dispatches.  It takes 6 GB of
+# disk and an hour on two cores.  Nothing runs on a GPU, so there is no figure of one in it.
 fake-cuda: $(CUDA_READY)
 	nice .venv-cuda/bin/python -m benchmarks.fake_cuda.described_device h200 \
 		-m pytest -p no:cacheprovider -m fake_cuda tests/benchmarks
+	nice .venv-cuda/bin/python -m benchmarks.fake_cuda.described_device h200 -m benchmarks.fake_cuda.host_kernels \
+		pytest -p no:cacheprovider -m 'gpu and not kernels' tests/gpu
+	nice .venv-cuda/bin/python -m benchmarks.fake_cuda.held_memory
 	nice .venv-cuda/bin/python -m benchmarks.fake_cuda
 
 # torch and triton are those of the CUDA build, whatever constraints.txt says.

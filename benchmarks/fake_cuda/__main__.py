@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.fake_cuda import op_checks
 from benchmarks.fake_cuda.described_device import NoDescribedDeviceError, environment, is_described
-from benchmarks.fake_cuda.models import Subject, subjects
+from benchmarks.fake_cuda.models import Subject, left_out_libraries, subjects
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
 from memgraph.errors import MemgraphError
 from memgraph.fit.device_profile import DeviceProfile, read_profile
@@ -41,6 +41,7 @@ COLUMNS = ("model", "ops", "peak MB", "planned MB", "decisions", "law", "mixed",
 class Found:
     """The findings of all rows; ops with the number of models that have them."""
 
+    seen: int = 0
     refused: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     gpu_only: Counter[str] = field(default_factory=Counter)
@@ -84,7 +85,9 @@ def main() -> int:
         os.environ["MEMGRAPH_CACHE"] = folder
         found = _rows(read_profile(arguments.device), lambda name: not arguments.only or name in arguments.only)
     _print_found(found)
-    return bool(found.broken)
+    if arguments.only and not found.seen:
+        print(f"there is no model named {' or '.join(arguments.only)}")
+    return bool(found.broken) or not found.seen
 
 
 def _arguments() -> argparse.Namespace:
@@ -97,9 +100,12 @@ def _arguments() -> argparse.Namespace:
 def _rows(profile: DeviceProfile, wanted: object) -> Found:
     found = Found()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()} as described; nothing ran on a GPU")
+    if left_out := left_out_libraries():
+        print("not installed, and left out with their architectures: " + ", ".join(left_out))
     print("".join(f"{name:>{_width(name)}}" for name in COLUMNS))
     for subject in subjects(wanted):  # type: ignore[arg-type]
         began = time.perf_counter()
+        found.seen += 1
         try:
             planned = planned_step(subject, profile)
             found.add(planned)

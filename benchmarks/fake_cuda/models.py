@@ -102,6 +102,11 @@ def subjects(only: Callable[[str], bool] = bool) -> Iterator[Subject]:
         yield from (each for each in (Subject(name, make), Subject(name, make, HALF)) if only(each.title))
 
 
+def left_out_libraries() -> list[str]:
+    """Return the libraries of architectures that are not installed."""
+    return sorted({each.library for each in ARCHITECTURES.values() if find_spec(each.library) is None})
+
+
 def _squares(outputs: Tensor, target: object) -> Tensor:
     return outputs.square().mean()
 

@@ -28,7 +28,8 @@ def import_torchvision() -> None:
     if found is None or found.origin is None or declared:
         return
     try:
-        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+        for extension in Path(found.origin).parent.glob("_C*.so"):  # torchvision 0.29 calls it _C_stable
+            torch.ops.load_library(str(extension))
     except OSError:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for schema in SCHEMAS:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from ..graph.captured import Captured
 from ..graph.float_arguments import float_inputs
@@ -30,11 +30,15 @@ def assemble(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -
     )  # fmt: skip
 
 
-def with_guards(captured: Captured, values: ValueRun | None, recorder: Recorder | None) -> Captured:
-    """Add the guards of a graph for which forward has run once, and its opaque parts."""
+def with_guards(
+    captured: Captured, values: ValueRun | None, recorder: Recorder | None, given: Iterable[Tensor]
+) -> Captured:  # fmt: skip
+    """Add the guards of a graph for which forward has run once on `given` tensors, and its opaque parts."""
     parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
     guards = with_parts(value_guards(captured.graph.graph), parts)
-    nbytes = values.nbytes if values is not None else 0
+    nbytes = max(
+        values.nbytes if values is not None else 0, recorder.backward_nbytes(given) if recorder is not None else 0
+    )
     return replace(captured, guards=guards, opaque=parts, value_run_nbytes=nbytes)
 
 

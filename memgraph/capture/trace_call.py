@@ -88,5 +88,5 @@ def trace_call(
     keep_capture(kind, log, graph)
     captured = assemble(joint, graph, wanted)
     if values is not None or recorder is not None:
-        captured = with_guards(captured, values, recorder)
+        captured = with_guards(captured, values, recorder, call.tensors)
     return captured if floats is None else with_floats(captured, floats)

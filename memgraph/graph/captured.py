@@ -43,8 +43,8 @@ class Captured:
     Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
     capture are `float_values`. At `special_values` the graph would be another.
 
-    Values of tensors: the graph rests on `guards`. To find these values, forward ran once and allocated at most
-    `value_run_nbytes`.
+    Values of tensors: the graph rests on `guards`. To find these values, forward ran once. That, and measuring parts,
+    allocated at most `value_run_nbytes`.
 
     Parts of the module that run as they are: `opaque`.
 

@@ -9,7 +9,7 @@ backward relies on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
+from ..graph.ops import state_nbytes
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
 from ..guards.outer_scopes import OuterScopes
 from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
+from ..system.device import CPU
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
 from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
@@ -76,6 +78,20 @@ class Recorder:
     def __init__(self, reasons: Mapping[nn.Module, tuple[str, str]], as_in_eager: Around = nullcontext) -> None:
         self.reasons, self.as_in_eager = reasons, as_in_eager
         self.calls: list[Recorded] = []
+        self._backward_nbytes = 0  # the most that measuring a backward takes beside what calls have read
+
+    def backward_nbytes(self, others: Iterable[Tensor]) -> int:
+        """Return the most that measuring backward has taken beside other tensors; 0 if none was measured.
+
+        What all calls have read is held meanwhile.
+        """
+        if not self._backward_nbytes:
+            return 0
+        known = {tensor.untyped_storage()._cdata for tensor in others}
+        read = (tensor for recorded in self.calls for tensor in recorded.tensors)
+        held = resident_bytes(tensor for tensor in read if tensor.untyped_storage()._cdata not in known)
+        generators = 2 * state_nbytes(CPU)  # as they were before, and as they are while forward runs again
+        return held + self._backward_nbytes + generators
 
     def close(self) -> None:
         """Free what calls have read: the graph of the trace may live on."""
@@ -104,7 +120,10 @@ class Recorder:
                 places, layouts = tuple(found), tuple(map(layout, found.values()))
                 del found
                 part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
-                _, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
+                gradients, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
+                nbytes = workspace + resident_bytes([*gradients, *(each for each in real if each is not None)])
+                self._backward_nbytes = max(self._backward_nbytes, nbytes)
+                del gradients
                 before.restore()
                 peak = part.backward_peak(recorded.tensors, key, recorded.ticket)
             except CaptureError as error:

@@ -31,7 +31,7 @@ from .elementwise import ELEMENTWISE, unhooked_step
 from .first_state import is_torch_optimizer
 
 StepInput = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
-SAMPLE_ELEMENTS = 4096  # of a made-up parameter
+SAMPLE_ELEMENTS = 512  # of a made-up parameter: few, since budgets count no trials
 STEPS = 7  # RAdam's update takes more from the sixth on
 ALIKE = (optim.Adam, optim.AdamW, optim.SGD)  # all steps but the first allocate alike
 STATE_ADVICE = "keep it in the state of each parameter"

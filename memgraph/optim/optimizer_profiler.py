@@ -42,7 +42,7 @@ from .optimizer_clone import (
     state_tensors,
 )
 
-LARGE = 1 << 18  # bytes of parameters: a step on real ones allocates several times as much
+LARGE = 1 << 14  # bytes of parameters: a step on real ones allocates several times as much
 SCALARS = 256  # bytes of an update: more are no scalars
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 

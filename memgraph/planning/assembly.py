@@ -78,7 +78,7 @@ class Assembly:
         step = step.with_numbers()
         target, options, captured = step.target, self.options, step.captured
         planned = rewrite(step.graph, trace)
-        profiler = partial(op_profiler, step.inputs, self.module, target)
+        profiler = partial(op_profiler, step.inputs, self.state, target)
         lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers, None if split else self.module)
         graph, lowered_trace = lowering.lowered(machine)
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)

@@ -25,12 +25,14 @@ from ..graph.gradient_sums import with_sums_in_place
 from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
-from ..profile.memory_meter import measure_peak
-from ..slices.step_blocks import BlockRequest, in_blocks
+from ..profile.memory_meter import measure_peak, resident_bytes
+from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
+from ..tensors.pytree import flatten, tensors_of
+from .accumulated_step import with_remaining_grads
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -54,7 +56,7 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state)
+        request, blocks = _slices(where, options, cuts.extent), _blocks(call, where, options, cuts, state)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
@@ -86,18 +88,23 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
     return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
-def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
+def _blocks(call: Call, target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
     if target.tier is None or options.cuda_graphs is True or state.whole_reason is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries)
+    room = target.budget - state.resident_nbytes() - resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
+    trials = BlockTrials(room)
+    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=trials)
 
 
 def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:
-    """Return the trace of a captured step with optimizer states and update."""
-    return state.add_update(trace, captured.graph.graph, state.trained(captured))
+    """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
+    trained = state.trained(captured)
+    trace = state.add_update(trace, captured.graph.graph, trained)
+    # Ranks may hold different ones, and have to be cut alike.
+    return trace if state.has_other_ranks else with_remaining_grads(trace, state.module, trained.parameters)
 
 
 def captured_call(call: Call, device: torch.device) -> Captured:

@@ -69,7 +69,7 @@ class Pricing:
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
             times = self._needs_plan(plain, machine, machine.budget) or step.lowers or ranks.plan_together
             times = times and not self._scales(step)
-            profiler = op_profiler(step.inputs, self.module, target, self.until, times, self.progress)
+            profiler = op_profiler(step.inputs, self.state, target, self.until, times, self.progress)
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
         if self._needs_plan(trace, machine, machine.budget):
@@ -120,11 +120,11 @@ class Pricing:
 
 
 def op_profiler(
-    inputs: Iterable[fx.Node], module: nn.Module, target: Target, until: float = math.inf, times: bool = True,
+    inputs: Iterable[fx.Node], state: OptimizerState, target: Target, until: float = math.inf, times: bool = True,
     progress: Progress | None = None,
 ) -> OpProfiler:  # fmt: skip
     """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
-    room = room_nbytes(inputs, module, target.budget)
+    room = room_nbytes(inputs, state.resident_nbytes(), target.budget)
     counted = progress.done if progress is not None else int
     modes = kernel_modes_text()
     return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)

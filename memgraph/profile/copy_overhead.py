@@ -35,6 +35,7 @@ from .link_bandwidth import Links, random_bytes
 NBYTES, COPIES = 1 << 20, 8  # size and number of the copies that are timed
 TRIES = 5
 SIDE = 320  # of the matrices that are multiplied during the copies and between them
+MATRICES = 3 * 4 * SIDE**2  # bytes of two of them, and of a product
 LONG_US = 200_000.0  # longer copies are slow because of the disk, and hardly slow down compute
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class CopyOverhead:
     us_per_byte: float = 0.0
 
 
+GUESSED = CopyOverhead(200.0, 2e-4)  # about that of two cores
 _known: dict[str, CopyOverhead] = {}
 
 
@@ -56,12 +58,16 @@ def measure_copy_overhead(folder: str | os.PathLike[str] | None, links: Links, r
 
     Args:
         links: the speed of these copies.
-        room: bytes of memory that measuring may use; with less memory, fewer copies are timed.
+        room: bytes of memory that measuring may use; with less memory, fewer copies are timed. One may take twice as
+            much; if that is not enough, the overhead is guessed.
     """
     path = spill_folder(folder)
     if available_nbytes(path) < 2 * NBYTES * COPIES:
         return CopyOverhead()  # unknown while the disk is nearly full
-    copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
+    beside = STAGING + MATRICES + NBYTES  # and their source
+    if room is not None and 2 * room < beside + NBYTES:
+        return GUESSED
+    copies = COPIES if room is None else max(1, min(COPIES, (room - beside) // NBYTES))
     key = f"copy overhead {copies} x {NBYTES} {mount_description(path)} {kernel_modes()} {environment_key(CPU)}"
     return measure_once(
         _known, key, lambda: _measure(path, links, copies), lambda cached: CopyOverhead(*cached), astuple

@@ -82,12 +82,15 @@ def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None 
 def _fitting(room: int | None, free: int) -> dict[int, int]:
     """Return the sizes to measure, and the number of copies of each.
 
-    The copies share one source in memory. The free bytes of the disk must hold them twice.
+    The copies share one source in memory. The free bytes of the disk must hold them twice. `room` is half of what there
+    is; a single copy, if no more fit, may take the other half as well.
     """
     fits = {nbytes: min(count, free // (2 * nbytes)) for nbytes, count in SIZES.items()}
     if room is not None:
         fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in fits.items()}
     least = min(SIZES) if free >= 2 * min(SIZES) else PAGE
+    while room is not None and least > PAGE and 2 * least > 2 * room - STAGING:
+        least //= 2
     return {nbytes: count for nbytes, count in fits.items() if count > 0} or {least: 1}
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -134,6 +134,8 @@ class OpProfiler:
         if (op_cost is None or (times and not op_cost.is_timed)) and _nbytes(node) <= self.limit:
             self._log_excess(node)
             ran = run_unprofiled(partial(_measure_with_retry, node, self._timer(node) if times else None))
+            if ran is not None:
+                self._log_excess(node, ran.cost.workspace)
             if ran is not None and is_cached:
                 self._cache(cache_key, _written(ran))
             op_cost = ran or op_cost
@@ -151,17 +153,18 @@ class OpProfiler:
         else:
             self._on_disk[key] = self._unwritten[key] = value
 
-    def _log_excess(self, node: fx.Node) -> None:
-        """Log once that pricing exceeds the budget."""
-        if self._is_logged or self.room is None or _nbytes(node) <= self.room:
+    def _log_excess(self, node: fx.Node, workspace: int = 0) -> None:
+        """Log once that pricing exceeds the budget, or has exceeded it if the workspace is known."""
+        nbytes = _nbytes(node) + workspace
+        if self._is_logged or self.room is None or nbytes <= self.room:
             return
         self._is_logged = True
         LOG.warning(
-            "planning goes beyond the budget: %s, which is run to be priced, has %s of tensors, and the budget leaves "
-            "%s for them; to stay within it, call memgraph.plan with the same model, budget and MEMGRAPH_CACHE in a "
-            "process that may use more memory, and prices are read from that cache",
+            "planning goes beyond the budget: %s, which is run to be priced, takes %s, and the budget leaves %s for "
+            "it; to stay within it, call memgraph.plan with the same model, budget and MEMGRAPH_CACHE in a process "
+            "that may use more memory, and prices are read from that cache",
             node.target.description if isinstance(node.target, Segment) else node.target,
-            mb(_nbytes(node)),
+            mb(nbytes),
             mb(max(self.room, 0)),
         )
 
@@ -183,11 +186,14 @@ class OpProfiler:
         return max(1, min(REPEATS, (self.room - _nbytes(node)) // results))
 
 
-def room_nbytes(inputs: Iterable[fx.Node], module: nn.Module, budget: int) -> int:
-    """Return the bytes that a budget leaves beside the module and the other inputs of the step."""
-    others = [node for node in inputs if node.meta["kind"] not in ("parameter", "buffer")]
-    rest = resident_bytes(value for node in others for value in tensors(node))
-    return budget - rest - resident_bytes([*module.parameters(), *module.buffers()])
+def room_nbytes(inputs: Iterable[fx.Node], resident_nbytes: int, budget: int) -> int:
+    """Return the bytes that a budget leaves now, while nothing of the step exists but its batch.
+
+    Args:
+        resident_nbytes: of the module, its gradients and its optimizer that are on the device now.
+    """
+    batch = [node for node in inputs if node.meta["kind"] == "input"]
+    return budget - resident_nbytes - resident_bytes(value for node in batch for value in tensors(node))
 
 
 def _remember(key: str, op_cost: OpCost) -> OpCost:
@@ -314,14 +320,29 @@ def _measure(node: fx.Node, timer: Timer | None) -> OpCost | None:
     return max(costs, key=lambda op_cost: (op_cost.cost.workspace, op_cost.cost.us), default=None)
 
 
+@contextmanager
+def _keeping_random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the generators of the host and a device."""
+    before = torch.default_generator.clone_state()  # counts as no tensor memory, which the bytes of a state would
+    with torch.random.fork_rng([device]) if device.type == "cuda" else nullcontext():  # forking all GPUs would warn
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before.get_state())
+
+
 def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpCost | None:
     """Run the op as a step would, on integers `number` and booleans `truth`; None if it fails.
 
     Without `timer`, a single run is timed.
     """
     device = _device(node)
-    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # forking all GPUs would warn
-    with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+    with (
+        torch.no_grad(),
+        _keeping_random_numbers(device),
+        torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
         try:
             args, kwargs = generated_arguments(node, device, number, truth)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]

@@ -32,6 +32,7 @@ from ..system.timer import timed_us
 
 HUGE = "THP_MEM_ALLOC_ENABLE"  # set to 1, torch asks for huge pages, for blocks of 2 MiB and more
 NBYTES, TRIES = (4 << 20) if os.environ.get(HUGE) == "1" else (512 << 10), 9
+GUESSED_US = 1.5  # of a page, where there is no room to measure it
 WORKSPACE = ""  # the name of a block
 MAPPED = 2  # glibc's bit in the header of a block that has its own pages
 
@@ -52,7 +53,7 @@ def page_faults_us(
         return 0.0
     batch_nbytes = sum(op.nbytes for op in forecast.trace.ops if op.fn == "input")
     room = math.inf if resident_nbytes is None else machine.budget - resident_nbytes - batch_nbytes
-    fresh, us = fresh_nbytes(with_buffer_reuse(forecast.trace, reused), room), page_fault_us()
+    fresh, us = fresh_nbytes(with_buffer_reuse(forecast.trace, reused), room), page_fault_us(room)
     longer = (replace(op, us=op.us + us * fresh.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
     return predict(replace(forecast.trace, ops=tuple(longer)), machine).us - forecast.us
 
@@ -98,8 +99,13 @@ class _Blocks:
             self.room += block.nbytes
 
 
-def page_fault_us() -> float:
-    """Return the microseconds to get and return a page, with the current number of threads."""
+def page_fault_us(room: float = math.inf) -> float:
+    """Return the microseconds to get and return a page, with the current number of threads.
+
+    They are guessed if measuring them would need more than `room` bytes.
+    """
+    if room < NBYTES:
+        return GUESSED_US
     key = f"page {NBYTES} {kernel_modes()} {environment_key(CPU)}"
     return measure_once(_known, key, _measure, float, float)
 
@@ -116,6 +122,7 @@ def _fill_new() -> None:
     if _is_new(value):
         value.fill_(1.0)
         return
+    del value
     with mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         value = torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
         del value  # a view would keep the mapping open

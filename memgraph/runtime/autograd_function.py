@@ -31,7 +31,7 @@ from .caller_stream import wait_at_end
 from .concurrent_runs import count_passed_on, note_concurrent_run
 from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
 from .step_parts import StepParts
-from .step_run import StepRun
+from .step_run import StepRun, differentiated_before
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         tangents: list[Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
+        if ctx.this is None:
+            raise differentiated_before()
         this: Differentiation = ctx.this
         roles = this.parts.roles
         if torch.is_grad_enabled():
@@ -98,8 +100,9 @@ class StepFunction(torch.autograd.Function):
                 "its backward is a graph of its own; use the plain module for this"
             )
         results: list[Tensor | None] = [None] * len(ctx.tensors)
+        is_last = bool(roles.updates) or not _get_current_graph_task_keep_graph()
         if any(tangent is not None and i not in roles.tangents for i, tangent in enumerate(tangents)):
-            if roles.updates or not _get_current_graph_task_keep_graph():
+            if is_last:
                 this.finish(this.run)  # no backward will read what it saved
             results[:] = this.other_outputs.more(tangents)
         else:
@@ -114,6 +117,9 @@ class StepFunction(torch.autograd.Function):
             for place, gradient in zip(roles.targets, gradients, strict=True):
                 results[place] = gradient
             wait_at_end(next((tensor.device for tensor in ctx.tensors), CPU))
+        if is_last:
+            # A loss that the caller keeps, as most loops do until the next call returns, would keep this batch too.
+            ctx.this = ctx.tensors = None
         return None, *results
 
 

@@ -172,10 +172,7 @@ class StepRun:
             RecordingError: `keep`, and the step is recorded: its backward overwrites the saved tensors.
         """
         if self.saved is None:
-            raise MemgraphError(
-                "this step was differentiated before, and its saved tensors are freed; "
-                "call backward(retain_graph=True) the first time to run backward twice"
-            )
+            raise differentiated_before()
         if keep and self.recording is not None:
             raise RecordingError(
                 "backward(retain_graph=True) reads the saved tensors twice, and a recorded step keeps them for one "
@@ -281,6 +278,13 @@ class StepRun:
             self.explain_errors(),
         ):
             yield
+
+
+def differentiated_before() -> MemgraphError:
+    return MemgraphError(
+        "this step was differentiated before, and its saved tensors are freed; "
+        "call backward(retain_graph=True) the first time to run backward twice"
+    )
 
 
 def _as_captured(fake: Tensor, tangent: Tensor | None) -> Tensor:

@@ -27,20 +27,44 @@ def has_equal_bits(weight: Weight, size: int) -> bool:
     Each op runs once on random numbers, whole and in blocks; what was found is cached on disk. False if there is no
     memory to try.
     """
+    if any(found is not None and not found for found in _known(weight, size)):
+        return False
     return all(_is_equal(op, weight, size) for op in weight.ops)
 
 
+def trial_nbytes(weight: Weight, size: int) -> int:
+    """Return the most that trying a weight in blocks takes; 0 if what is found is known."""
+    known = _known(weight, size)
+    if any(found is not None and not found for found in known):
+        return 0
+    untried = [op for op, found in zip(weight.ops, known, strict=True) if found is None]
+    return max((_read_nbytes(op, weight) + 2 * resident_bytes(tensors(op)) for op in untried), default=0)
+
+
+def _known(weight: Weight, size: int) -> list[object]:
+    """Return what is known of each op; None for one that was not tried."""
+    return [read_cached(_key(op, weight, size)) for op in weight.ops]
+
+
 def _is_equal(op: fx.Node, weight: Weight, size: int) -> bool:
-    device = weight.value.device
-    key = f"bits in blocks of {size} rows {op_key(op)} {environment_key(device)}"
+    device, key = weight.value.device, _key(op, weight, size)
     known = read_cached(key)
     if known is None:
-        nbytes = resident_bytes(value for node in (weight.node, *op.all_input_nodes, op) for value in tensors(node))
+        nbytes = _read_nbytes(op, weight) + resident_bytes(tensors(op))
         if nbytes > unused_nbytes(device) // 3:  # arguments, and two results
             return False
         known = _try(op, weight, rows_of_blocks(weight.rows, size))
         write_cached(key, known)
     return bool(known)
+
+
+def _key(op: fx.Node, weight: Weight, size: int) -> str:
+    return f"bits in blocks of {size} rows {op_key(op)} {environment_key(weight.value.device)}"
+
+
+def _read_nbytes(op: fx.Node, weight: Weight) -> int:
+    """Return the bytes of an op's arguments, and of the weight."""
+    return resident_bytes(value for node in (weight.node, *op.all_input_nodes) for value in tensors(node))
 
 
 def _try(op: fx.Node, weight: Weight, blocks: tuple[Rows, ...]) -> bool:
@@ -52,7 +76,8 @@ def _try(op: fx.Node, weight: Weight, blocks: tuple[Rows, ...]) -> bool:
     with torch.no_grad(), torch._C._DisableAutocast():
         whole = fx.GraphModule(torch.nn.Module(), graph)(*given)
         divided = fx.GraphModule(torch.nn.Module(), write_blocks(graph, {alone: blocks}))(*in_blocks)
-    return torch.equal(whole[0], torch.cat(divided) if len(divided) > 1 else divided[0])
+    parts = whole[0].split([len(part) for part in divided]) if len(divided) > 1 else whole
+    return all(map(torch.equal, parts, divided))
 
 
 def _alone(op: fx.Node, weight: Weight) -> tuple[fx.Graph, Weight]:

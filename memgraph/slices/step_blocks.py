@@ -7,18 +7,44 @@ a saved plan    ->   the blocks that it has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from passes.ir.machine import SMALLEST_STREAMED
 from passes.slices.row_blocks import block_nbytes, block_sizes, rows_of_blocks
 from passes.slices.whole_weight import Reason, WholeWeight
 
 from ..graph.captured import Captured
+from ..report.tables import mb
 from ..storage.spill_file import PAGE
-from .equal_bits import has_equal_bits
+from .equal_bits import has_equal_bits, trial_nbytes
 from .row_blocks import in_row_blocks
 from .weights import Weight, weights_by_name, whole_weights
+
+LOG = logging.getLogger(__name__)
+
+
+class BlockTrials:
+    """Tries whether weights have the same bits in blocks; the first trial that exceeds the budget is logged.
+
+    Args:
+        room: bytes that the budget leaves for a trial; None for no budget.
+    """
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room, self._is_logged = room, False
+
+    def __call__(self, weight: Weight, size: int) -> bool:
+        if self.room is not None and not self._is_logged and (nbytes := trial_nbytes(weight, size)) > self.room:
+            self._is_logged = True
+            LOG.warning(
+                "planning goes beyond the budget: a weight of %s, which is tried in blocks of rows, takes %s, and the "
+                "budget leaves %s for it; to stay within it, call memgraph.plan with the same model, budget and "
+                "MEMGRAPH_CACHE in a process that may use more memory, and what it finds is read from that cache",
+                list(weight.value.shape), mb(nbytes), mb(max(self.room, 0)),
+            )  # fmt: skip
+        return has_equal_bits(weight, size)
 
 
 @dataclass(frozen=True)
@@ -30,12 +56,14 @@ class BlockRequest:
         rounds: weights are cut as well where sums round differently in blocks.
         tries: False for a device that is not here: its kernels can't be tried, and the largest blocks are taken.
         saved: rows of a block by parameter, in each saved plan.
+        has_equal_bits: tries a weight in blocks.
     """
 
     level: int = 0
     rounds: bool = False
     tries: bool = True
     saved: tuple[Mapping[str, int], ...] = ()
+    has_equal_bits: BlockTrials = field(default_factory=BlockTrials)
 
     @property
     def is_made(self) -> bool:
@@ -54,7 +82,8 @@ def in_blocks(captured: Captured, request: BlockRequest) -> Captured:
         sizes, whole = _chosen(weights, whole_weights(captured), request)
     if sizes:
         blocks = {name: rows_of_blocks(weights[name].rows, size) for name, size in sizes.items()}
-        rounded = {name for name, size in sizes.items() if request.tries and not has_equal_bits(weights[name], size)}
+        trial = request.has_equal_bits
+        rounded = {name for name, size in sizes.items() if request.tries and not trial(weights[name], size)}
         captured = replace(in_row_blocks(captured, blocks, weights), rounded_blocks=frozenset(rounded))
     return replace(captured, whole_weights=whole, whole=captured.unsliced)
 
@@ -108,5 +137,5 @@ def _looked_for(large: Mapping[str, int], whole: Mapping[str, WholeWeight], leve
 
 def _size(weight: Weight, sizes: Sequence[int], request: BlockRequest) -> int:
     """Return the rows of a block; 0 if none has the bits of the whole, and no sum may round."""
-    equal = (size for size in sizes if not request.tries or has_equal_bits(weight, size))
+    equal = (size for size in sizes if not request.tries or request.has_equal_bits(weight, size))
     return next(equal, sizes[0] if sizes and request.rounds else 0)

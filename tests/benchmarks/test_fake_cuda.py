@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -172,3 +174,9 @@ def test_torch_says_that_these_ops_need_not_give_the_same_twice(op: str, argumen
 def test_a_ctc_loss_is_captured_without_a_kernel() -> None:
     step = planned_step(Subject("ctc", ARCHITECTURES["ctc"].make), read_profile("h200"))
     assert step.law_holds and "aten._ctc_loss_backward.Tensor" in op_checks.op_names(step.step.graph)
+
+
+def test_a_name_that_no_model_has_is_an_error() -> None:
+    command = [sys.executable, "-m", "benchmarks.fake_cuda", "--only", "no_such_model"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and "there is no model named no_such_model" in ran.stdout

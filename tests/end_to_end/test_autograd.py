@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,34 @@ def test_backward_twice_is_refused_as_in_eager(fate: Placement) -> None:
     with pytest.raises(memgraph.MemgraphError, match=r"retain_graph=True"):
         torch.autograd.grad(loss, [module.last.weight])
     assert_next_step_right(module, compiled)
+
+
+class Returning(nn.Module):
+    """A net that returns a scalar, and what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.net(x)
+        return y.square().mean(), y
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["planned", "unplanned"])
+@pytest.mark.filterwarnings("ignore:a loss was made of outputs:RuntimeWarning")
+def test_a_loss_that_is_kept_after_backward_does_not_keep_the_batch(place: int) -> None:
+    for model in (Returning(), memgraph.compile(Returning(), ROOM)):
+        x = batch()
+        freed = weakref.ref(x)
+        loss = model(x)[place].sum()
+        loss.backward(retain_graph=True)
+        del x
+        assert freed() is not None  # for another backward
+        loss.backward()
+        assert freed() is None
+        with pytest.raises(RuntimeError, match=r"retain_graph=True"):
+            loss.backward()
 
 
 def test_double_backward_is_refused_with_the_reason(fate: Placement) -> None:

@@ -16,12 +16,15 @@ import torch
 
 from tests.support.allocator_meter import Allocator, compiler, preloaded
 from tests.support.counted_modules import CountedStep
+from tests.support.counted_planning import CountedCall
 from tests.support.counted_steps import ALL, OUTPUTS, STEPS, Counted
 from tests.support.zoo import BESIDE, CASES
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or compiler() is None, reason="the second meter is a library of C that stands before glibc"
 )
+
+PLANNING = "tests.support.counted_planning"
 
 
 def children(folder: Path, *options: str, of: str = "tests.support.counted_steps") -> list[str]:
@@ -85,6 +88,13 @@ def test_every_step_of_random_modules_is_within_its_budget(tmp_path: Path) -> No
 @pytest.mark.parametrize("first", range(30, 2000, 97))
 def test_so_it_is_of_all_others(tmp_path: Path, first: int) -> None:
     assert_modules_within(tmp_path, first, min(first + 97, 2000))
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "adam"])
+def test_every_call_that_is_planned_is_within_the_smallest_budget(tmp_path: Path, optimizer: str) -> None:
+    rows = [CountedCall(**json.loads(line)) for line in children(tmp_path, optimizer, of=PLANNING)]
+    assert not [row for row in rows if row.counted > row.budget or row.warnings]
+    assert max(row.counted for row in rows) == rows[0].budget  # the last bytes are needed
 
 
 def test_the_second_meter_counts_to_the_byte_in_all_threads(tmp_path: Path) -> None:

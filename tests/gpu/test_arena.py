@@ -30,9 +30,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def subject(name: str) -> tuple[Stack, Tensor]:
     torch.manual_seed(0)
-    shape = replace(SHAPES[name], blocks=4, width=512, heads=8, length=512, batch=16)
+    shape = replace(SHAPES[name], blocks=4, width=512, heads=8, length=256, batch=8)
     with CUDA:
-        return Stack(replace(shape, inner=1376 if shape.inner else 0)), torch.randn(16, 512, 512)
+        return Stack(replace(shape, inner=1376 if shape.inner else 0)), torch.randn(8, 256, 512)
 
 
 def trained(model: nn.Module, called: Any, x: Tensor, steps: int = 8) -> list[Tensor]:

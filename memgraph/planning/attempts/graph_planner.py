@@ -100,7 +100,9 @@ class GraphPlanner:
         for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, self.progress, until, is_last=for_scalars is None)
         later = LaterStep(graph, replace(pricing, keeps_pages=True), search)
-        refuse_value_run(call, graph, partial(_needed_nbytes, pricing, search, later))
+        if earlier is None or not self.state.keeps_captures:  # otherwise nothing has run
+            resident_nbytes = self.state.resident_nbytes()
+            refuse_value_run(call, graph, resident_nbytes, partial(_needed_nbytes, pricing, search, later))
         trace, machine = pricing(graph)
         try:
             known = earlier.accumulated_plan if earlier is not None else None

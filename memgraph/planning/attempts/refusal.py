@@ -51,19 +51,19 @@ def budget_error(
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}{_reasons(whole, needed)}", error.budget, needed)
 
 
-def refuse_value_run(call: Call, graph: StepGraph, needed_nbytes: Callable[[int], int]) -> None:
+def refuse_value_run(
+    call: Call, graph: StepGraph, resident_nbytes: int, needed_nbytes: Callable[[int], int]
+) -> None:  # fmt: skip
     """
     Args:
+        resident_nbytes: of the module, its gradients and its optimizer that are on the device now.
         needed_nbytes: returns a budget for which the whole call has a plan, of so many bytes at least.
 
     Raises:
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
     nbytes, budget = graph.captured.value_run_nbytes, graph.target.budget
-    parameters = list(call.module.parameters())
-    given = tensors_of(flatten((call.args, call.kwargs))[0])
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    forward = nbytes + resident_bytes([*parameters, *gradients, *call.module.buffers(), *given])
+    forward = nbytes + resident_nbytes + resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
     if nbytes and forward > budget:
         needed = needed_nbytes(forward)
         step = f", and the step {needed}" if needed > forward else ""
@@ -79,7 +79,10 @@ def _of_value_run(graph: StepGraph) -> tuple[str, str]:
     """Return why forward runs once before the first step, and what would spare it."""
     if graph.captured.opaque and all(guard.op == "opaque" for guard in graph.captured.guards):
         paths = ", ".join(part.path for part in graph.captured.opaque)
-        return f"forward is run once without backward to measure {paths}, which run as they are", "opaque=False"
+        return (
+            f"forward is run once, and backward of each part, to measure {paths}, which run as they are",
+            "opaque=False",
+        )
     because = "forward branches on values of tensors, and is run once without backward to find them"
     return because, "compute with torch.where or a mask instead"
 

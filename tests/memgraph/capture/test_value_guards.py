@@ -221,6 +221,46 @@ def test_a_run_for_values_above_the_budget_is_refused_with_one_that_does() -> No
     memgraph.compile(Inference(), caught.value.smallest)(x).backward()
 
 
+def test_a_call_that_adds_to_gradients_needs_no_room_for_a_run_that_it_does_not_have() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16_384))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x.sin()
+            second = first.sin()
+            third = second.sin()  # all three are held until forward ends
+            return self.weight.mean() * (third if first[0] == x[0].sin() else second).mean()
+
+    x = torch.randn(65_536)
+    with pytest.raises(memgraph.BudgetError, match="branches on values of tensors") as caught:
+        memgraph.compile(Holding(), 400_000)(x)
+    compiled = memgraph.compile(Holding(), caught.value.smallest)
+    for _ in range(2):
+        compiled(x).backward()
+
+
+def test_a_run_for_values_is_beside_the_optimizers_states() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 512), nn.Linear(512, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(self.first(x).relu())
+            return (y if y.sum() > 0 else -y).square().mean()
+
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compiled = memgraph.compile(model, 1_500_000, optimizer=optimizer, offload=None)
+    compiled(torch.randn(16, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(memgraph.BudgetError, match=r"is run once without backward to find them, which takes (\d+)"):
+        compiled(torch.randn(240, 64))
+
+
 def test_the_budget_that_it_names_is_enough_for_the_step_too() -> None:
     class Checked(nn.Module):
         def __init__(self) -> None:

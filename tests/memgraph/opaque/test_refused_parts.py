@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.opaque import chosen_parts
+from memgraph.opaque.part import Backward
+from memgraph.opaque.recorder import Recorded, Recorder
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.memgraph.opaque.test_opaque_parts import ROOM, WIDTH, Asking, Net, asked, batch
+from tests.support.smallest_budget import smallest_of
 
 STRAY = nn.Linear(WIDTH, WIDTH)
 
@@ -148,3 +155,43 @@ def test_a_run_above_the_budget_is_said_to_be_for_the_opaque_parts() -> None:
     with pytest.raises(memgraph.BudgetError, match="to measure first, which run as they are") as caught:
         memgraph.compile(Inference(), 300_000, opaque=["first"])(x)
     memgraph.compile(Inference(), caught.value.smallest, opaque=["first"])(x).backward()
+
+
+class Deep(nn.Module):
+    """A part whose backward needs much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4 + int(float(x.detach().numpy()[0, 0]) > 1e6)):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_measuring_a_backward_beside_what_all_parts_have_read_takes_no_more_than_the_budget() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), Deep()) for _ in range(8)))
+
+    x, most = torch.randn(1024, 64), list[int]()
+
+    class Watched(Recorder):
+        def measure_backward(self, recorded: Recorded, tangents: Sequence[Tensor | None]) -> Backward:
+            read = [tensor for each in self.calls for tensor in each.tensors]
+            result, allocated = measure_peak(partial(super().measure_backward, recorded, tangents))
+            assert allocated is not None
+            most.append(resident_bytes([x, *read]) + allocated.peak)
+            return result
+
+    def plan(budget: int) -> memgraph.Report:
+        return memgraph.plan(made(), x, budget=budget, loss=lambda y: y.square().mean(), time_limit=1)
+
+    with mock.patch.object(chosen_parts, "Recorder", Watched):
+        smallest = smallest_of(partial(plan, 1))
+        most.clear()
+        assert plan(smallest).peak <= smallest
+    assert 0 < max(most) <= smallest
+    with pytest.raises(memgraph.BudgetError, match="and backward of each part, to measure"):
+        plan(smallest - 1)

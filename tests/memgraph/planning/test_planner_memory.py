@@ -8,14 +8,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.optim.optimizer_clone import state_tensors
+from memgraph.planning import pricing
 from memgraph.profile import link_bandwidth, op_profiler
 from memgraph.profile.link_bandwidth import SIZES, measure_disk
+from memgraph.profile.memory_meter import resident_bytes
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import STAGING
 from memgraph.system.timer import CACHE, flush_caches
@@ -86,6 +90,67 @@ def test_an_op_that_is_more_than_the_budget_leaves_is_named_in_the_log_once(
     assert not warnings_of_a_plan(4 << 20, monkeypatch, caplog)
     (said,) = warnings_of_a_plan(2 << 20, monkeypatch, caplog)
     assert "planning goes beyond the budget: aten." in said and "MEMGRAPH_CACHE" in said
+
+
+@torch.library.custom_op("memgraph_planner_memory::worked", mutates_args=())
+def worked(x: Tensor) -> Tensor:
+    return x.repeat(64, 1)[: len(x)].clone()
+
+
+@worked.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+worked.register_autograd(lambda ctx, grad: grad)
+
+
+class Working(nn.Module):
+    """An op whose tensors are small, and whose workspace is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return worked(self.linear(x)).sum()
+
+
+def test_an_op_whose_workspace_is_more_than_the_budget_leaves_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(op_profiler, "_known", {})
+    with caplog.at_level(logging.WARNING, "memgraph"), pytest.raises(memgraph.BudgetError):
+        memgraph.plan(Working(), torch.randn(64, 64), budget=1 << 20, offload=None)
+    (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("memgraph"))
+    assert "memgraph_planner_memory.worked.default, which is run to be priced, takes 1.1 MB" in said
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_op_has_the_room_that_gradients_and_states_of_earlier_steps_leave(
+    adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int | None] = []
+
+    class Seen(op_profiler.OpProfiler):
+        def __init__(self, limit: int, room: int | None = None, *rest: Any, **named: Any) -> None:
+            super().__init__(limit, room, *rest, **named)
+            rooms.append(room)
+
+    monkeypatch.setattr(pricing, "OpProfiler", Seen)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    compiled = memgraph.compile(model, "1MB", optimizer=optimizer, loss=lambda y: y.square().mean())
+    compiled(torch.randn(32, 16)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not adds)
+    x = torch.randn(24, 16)
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    there = resident_bytes([*model.parameters(), *held, *state_tensors(optimizer), x])
+    rooms.clear()
+    compiled(x)
+    assert set(rooms) == {1_000_000 - there}
 
 
 def test_what_was_priced_elsewhere_is_not_run(

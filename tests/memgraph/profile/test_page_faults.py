@@ -149,7 +149,7 @@ def test_no_more_is_allocated_than_there_is_room_for() -> None:
 def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: True)
     monkeypatch.setattr(page_faults, "fresh_nbytes", lambda trace, room: {"a": 8192, "g": 4096})
-    monkeypatch.setattr(page_faults, "page_fault_us", lambda: 2.0)
+    monkeypatch.setattr(page_faults, "page_fault_us", lambda room: 2.0)
     machine = Machine(1 << 30)
     forecast = predict(parse(STEP), machine)
     assert page_faults_us(forecast, machine, {}) == 6.0

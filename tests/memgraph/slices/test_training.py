@@ -144,6 +144,20 @@ def test_another_loss_may_be_in_the_same_backward() -> None:
     beside_eager(headed(), both)
 
 
+def test_an_evaluation_beside_gradients_runs_in_slices_if_it_does_not_fit_otherwise() -> None:
+    module, given = headed(), batch()
+    whole = memgraph.plan(copy.deepcopy(module).requires_grad_(False), *given, budget=ROOM)
+    model = memgraph.compile(module, whole.peak, slices="auto", offload=None)
+    with torch.no_grad():
+        expected = model(*given)
+    assert not model.plan.slices
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.no_grad():
+        assert torch.equal(model(*given), expected)
+    assert model.plan.slices and model.plan.peak <= whole.peak
+
+
 def test_eval_and_no_grad_run_in_slices_too() -> None:
     module = headed(dropout=0.5)
     eager = copy.deepcopy(module).eval()

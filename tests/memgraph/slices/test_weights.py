@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from memgraph.graph.captured import Captured
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.microbatch.microbatches import MicroBatches
-from memgraph.slices.equal_bits import has_equal_bits
+from memgraph.profile.memory_meter import measure_peak
+from memgraph.slices.equal_bits import has_equal_bits, trial_nbytes
 from memgraph.slices.row_blocks import in_row_blocks
-from memgraph.slices.step_blocks import BlockRequest, in_blocks
+from memgraph.slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from memgraph.slices.weights import weights_by_name, whole_weights
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Link, Machine, Stream, Streaming, apply, check, make_plan, predict
@@ -195,6 +198,29 @@ def test_bits_were_tried() -> None:
         if has_equal_bits(head, size):
             assert torch.equal(total, dy @ w)
     assert has_equal_bits(weights["token.weight"], 192)  # nothing is added up across its rows
+
+
+def test_a_trial_takes_what_is_forecast_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    weights = weights_by_name(step(Words(), *words())[0])
+    for name in ("token.weight", "head.weight"):
+        forecast = trial_nbytes(weights[name], 192)
+        _, allocated = measure_peak(partial(has_equal_bits, weights[name], 192))
+        assert allocated is not None
+        assert 0 < allocated.peak - 8192 <= forecast  # masks of comparisons
+        assert trial_nbytes(weights[name], 192) == 0
+
+
+def test_a_trial_that_exceeds_the_budget_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    captured, _ = step(Words(), *words())
+    for room, times in ((1 << 30, 0), (1 << 20, 1)):
+        caplog.clear()
+        assert in_blocks(captured, BlockRequest(1, has_equal_bits=BlockTrials(room))).blocks
+        assert len(caplog.records) == times
+    assert "planning goes beyond the budget" in caplog.text and "the budget leaves 1.0 MB" in caplog.text
 
 
 def test_what_rounds_is_cut_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
