@@ -50,16 +50,25 @@ bench-%: $(READY)
 	.venv/bin/python -m benchmarks.$*
 
 # Use PYTHON as it is, for the torch that was built for this machine's GPU, and no network.  Each stage ends within nine
-# minutes, whatever hangs, and goes on where it stopped when it is called again (benchmarks/stages.py).
+# minutes, whatever hangs, and goes on where it stopped when it is called again (benchmarks/stages.py).  What has failed
+# runs again with AGAIN=--failed, and all of it with AGAIN=--again.  `make gpu` ends with the worst: "Error 1" if something
+# has failed, else "Error 75" if something is left to another call.
 GPU_STAGES = smoke kernels tests zoo figures
 WITHIN_GPU ?= 540
+AGAIN ?=
 
 gpu:
-	failed=0; for stage in $(GPU_STAGES); do \
-		$(PYTHON) -m benchmarks.stages $$stage --within $(WITHIN_GPU) || failed=$$?; done; exit $$failed
+	worst=0; for stage in $(GPU_STAGES); do \
+		$(PYTHON) -m benchmarks.stages $$stage --within $(WITHIN_GPU) $(AGAIN); status=$$?; \
+		case $$status in \
+			0) ;; \
+			75) test $$worst -ne 0 || worst=75 ;; \
+			129|130|143) exit $$status ;; \
+			*) worst=$$status ;; \
+		esac; done; exit $$worst
 
 $(GPU_STAGES:%=gpu-%): gpu-%:
-	$(PYTHON) -m benchmarks.stages $* --within $(WITHIN_GPU)
+	$(PYTHON) -m benchmarks.stages $* --within $(WITHIN_GPU) $(AGAIN)
 
 # What CUDA would do, on a machine without a device: torch's CUDA build sees one that is described.  The host computes the
 # ops of its tests; then come what the allocator holds for large steps, and what the zoo dispatches.  It takes 6 GB of

@@ -31,6 +31,7 @@ PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
 WARM = 4  # steps before any is timed, in which torch compiles
 SETTLED, MOST = 10, 50  # steps in a row with one plan before memgraph is timed, and the most that are waited for
+NO_TIME = "no time left"
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -71,6 +72,15 @@ class Row:
     budget: int = 0
     tokens: float = 0.0
     share: float = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """True if it did not run, or not to its end, because the time of all rows was over."""
+        return self.taken is None and (self.why == NO_TIME or self.why.startswith(Overtime.__name__))
+
+    @property
+    def has_failed(self) -> bool:
+        return self.taken is None and not self.is_late
 
 
 def ways(device: torch.device) -> list[Way]:
@@ -118,7 +128,7 @@ def tried(run: Callable[[], Row], row: Row, left: Callable[[], float]) -> Row:
     """Return the result of `run`, or the reason why it failed."""
     seconds = left()
     if seconds <= 0:
-        return replace(row, why="no time left")
+        return replace(row, why=NO_TIME)
     try:
         with within(seconds):
             return run()

@@ -7,7 +7,8 @@ of GPT2-XL and Llama-8B, in bfloat16: eager, compiled, compiled under `activatio
 saved tensors on the CPU, and memgraph at the peak of each, once as CUDA graphs. Then a model of 7B parameters, trained
 under 16 and 8 GB and by a plain rule. Rows that are skipped for lack of time say so.
 benchmarks/results/<device>/<date>.json is written after each row, and a table is printed at the end. `make gpu` has a
-process for each part. With --toy it is small enough for a CPU.
+process for each part. With --toy it is small enough for a CPU. The exit status is 1 if a row has failed by an error,
+else 75 if there was no time for one; the last line names such rows.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from benchmarks import arena_steps, bandwidth, beside, prices, updates, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
+from benchmarks.fake_cuda.described_device import is_described
 from benchmarks.laps import Laps, Overtime, within
 from benchmarks.records import Run
+from benchmarks.stage_log import LEFT
 
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
@@ -39,6 +42,7 @@ FIGURES = ("kernels", "copies", "updates", "prices", "arena")
 LONG = {"arena": 240.0}  # seconds for figures that take longer than PART
 PARTS = (*FIGURES, *SHAPES, *whole.SEVEN.parts)
 PART = 60.0  # seconds for each of FIGURES
+FAILED, LATE = "failed", "no time left"  # units of figures that have no value
 
 
 def main(
@@ -51,6 +55,8 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
+    if is_described():
+        raise typer.BadParameter("a described device has no figures, and these would stand among those of a real one")
     end = time.perf_counter() + seconds
     run = Run(device, "gpu")
     figures: list[Figure] = []
@@ -68,6 +74,21 @@ def main(
         console = Console(width=190)
         console.print(table(figures, found))
         console.print(str(run.path))
+    if code := status(figures, found):
+        raise typer.Exit(code)
+
+
+def status(figures: Sequence[Figure], found: Sequence[Row]) -> int:
+    """Return the exit status, after a line that names what has no result: a stage keeps the last line."""
+    failed = [f"{row.model} {row.name}: {row.why}" for row in found if row.has_failed]
+    failed += [figure.name for figure in figures if figure.unit == FAILED]
+    late = [f"{row.model} {row.name}" for row in found if row.is_late]
+    late += [figure.name for figure in figures if figure.unit == LATE]
+    if late:
+        print(f"no time for {'; '.join(late)}", flush=True)
+    if failed:
+        print(f"FAILED {'; '.join(failed)}", flush=True)
+    return 1 if failed else LEFT if late else 0
 
 
 def _rows(laps: Laps, count: int, toy: bool, end: float, parts: Sequence[str]) -> Iterator[Row]:
@@ -108,11 +129,14 @@ def _figures(
     }
     for name in (name for name in FIGURES if name in parts):
         found: list[Figure] = []
+        own, there = LONG.get(name, PART), left()
         try:
-            with within(min(LONG.get(name, PART), left())):
+            with within(min(own, there)):
                 found.extend(measured[name]())
         except (Exception, Overtime) as error:  # the other figures are measured all the same
-            found += [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
+            cut = isinstance(error, Overtime) and there < own  # the run's end came before its own
+            why = f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200]
+            found += [Figure(why, 0.0, LATE if cut else FAILED)]
         yield from found
 
 

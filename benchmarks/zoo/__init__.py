@@ -4,6 +4,7 @@
 
 __main__            run each architecture in a process of its own; results/zoo.json and results/zoo.md
 architectures       all architectures by name
+libraries           their names
 training            a model, the batch it is called with, and its loss
 child               train one architecture, eager and then under each budget; a line of JSON for each
 steps               train three steps, counted and compared

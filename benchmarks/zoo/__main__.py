@@ -31,9 +31,9 @@ from benchmarks.records import FOLDER, slug, surroundings
 from tests.support.allocator_meter import preloaded
 
 from .architectures import ARCHITECTURES, QUICK
+from .libraries import LIBRARIES
 from .row import Row
 from .table import markdown, summary
-from .training import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 SHARES = (1.2, 0.6, 0.4)

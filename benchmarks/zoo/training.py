@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "torch_geometric", "torch")
-
 
 def loss_of(outputs: Any) -> Tensor:
     """Return the loss that a model of transformers returns when it is given labels."""

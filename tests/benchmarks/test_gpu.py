@@ -86,6 +86,49 @@ def test_what_there_is_no_time_for_is_said() -> None:
     assert tried(pytest.fail, row, lambda: 0.0) == Row("m", "memgraph", None, "no time left", "50%", 7)
 
 
+@pytest.mark.parametrize(
+    "rows_, figures, status, said",
+    [
+        ([Row("m", "ours", Taken((1.0,), 1, 0), "3 again, 2 away")], [Figure("copy", 4.0, "GB/s")], 0, ""),
+        (
+            [Row("m", "ours", why="RuntimeError: no"), Row("m", "x", why="no time left")],
+            [],
+            1,
+            "FAILED m ours: RuntimeError: no\n",
+        ),
+        (
+            [Row("m", "x", why="no time left"), Row("m", "y", why="Overtime: not done in 2 s")],
+            [],
+            75,
+            "no time for m x; m y\n",
+        ),
+        ([], [Figure("updates: ValueError: no", 0.0, "failed")], 1, "FAILED updates: ValueError: no\n"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    rows_: list[Row], figures: list[Figure], status: int, said: str,
+) -> None:  # fmt: skip
+    """It was 0 whatever they said, so that a stage took a part that had failed, or never ran, for done."""
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu, "_figures", lambda *_: iter(figures))
+    monkeypatch.setattr(gpu, "_rows", lambda *_: iter(rows_))
+    app = typer.Typer()
+    app.command()(gpu.main)
+    assert CliRunner().invoke(app, ["--toy"]).exit_code == status
+    written = json.loads(next(tmp_path.glob("*/*.json")).read_text())
+    assert len(written["rows"]) == len(rows_) and len(written["figures"]) == len(figures)
+    capsys.readouterr()
+    gpu.status(figures, rows_)
+    assert capsys.readouterr().out.endswith(said)
+
+
+def test_a_described_device_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "is_described", lambda: True)
+    with pytest.raises(typer.BadParameter, match="a described device has no figures"):
+        gpu.main(toy=True)
+
+
 def test_what_takes_too_long_is_stopped_and_the_next_is_not() -> None:
     def endless() -> Row:
         while True:
@@ -113,8 +156,10 @@ def test_a_part_that_hangs_is_a_figure_that_says_so_behind_those_that_it_has(mon
 
     monkeypatch.setattr(gpu, "PART", 1.0)  # until when a busy machine has come to the first
     monkeypatch.setattr(bandwidth, "rows", hangs)
-    found = gpu._figures(CPU, True, lambda: 60.0, ["kernels"])
-    assert [figure.name for figure in found] == ["copy", "kernels: Overtime: not done in 1 s"]
+    for left, unit in [(60.0, "failed"), (0.9, "no time left")]:  # its own time, and that of all figures
+        found = list(gpu._figures(CPU, True, partial(float, left), ["kernels"]))
+        assert [figure.name for figure in found] == ["copy", "kernels: Overtime: not done in 1 s"]
+        assert found[-1].unit == unit
 
 
 def test_what_was_found_is_written_before_it_is_stopped(

@@ -10,9 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
-
-import pytest
+from typing import Any, Literal, NoReturn
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -26,14 +24,23 @@ def executable() -> str | None:
 @contextmanager
 def browser() -> Iterator[Any]:
     """Run Chromium; a test is skipped where there is none."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        _skip("playwright is not installed")
     path = executable()
     if path is None:
-        pytest.skip("Chromium is not installed: no page can be opened")
-    with playwright.sync_playwright() as started:
+        _skip("Chromium is not installed: no page can be opened")
+    with sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield chromium
         chromium.close()
+
+
+def _skip(why: str) -> NoReturn:
+    import pytest  # a benchmark opens pages, too, and pytest need not be installed for it
+
+    pytest.skip(why)
 
 
 class Opened:

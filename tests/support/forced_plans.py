@@ -10,8 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-
-import pytest
+from typing import TYPE_CHECKING
 
 from memgraph.stages.stage_planner import StagePlanner
 from memgraph.storage.io_threads import STAGING
@@ -19,6 +18,9 @@ from passes import Machine, PlanResult, Trace, apply, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.concurrent_forwards import with_plan
 from passes.schedule.schedule import Placement, schedule
+
+if TYPE_CHECKING:  # benchmarks run where pytest is not installed
+    import pytest
 
 FATES = (
     Placement.RECOMPUTE_PER_USE,
