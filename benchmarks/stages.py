@@ -15,8 +15,8 @@ has failed if it ends with another status, hangs for all of its time, twice is n
 begins and never ends, since it may take the machine with it.
 
 The exit status is 0 if all units of the stage are ok, 1 if one has failed, and 75 if some are left: the same command
-goes on. What is compiled, and what units say, stays in .gpu-cache. On a GPU, the smoke has run as a stage, and the
-others have not.
+goes on. What is compiled, and what units say, stays in .gpu-cache. On a GPU the commands of most units have run,
+and no stage has.
 """
 
 from __future__ import annotations
