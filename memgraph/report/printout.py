@@ -47,7 +47,7 @@ def peak_printout(report: ReportData) -> RenderableType:
     plain = report.choice.captured
     lines = [
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
-        *repeatability(plain.trace, report.machine.device),
+        *repeatability(report),
     ]
     return stacked(unstyled("\n".join(lines)), unstyled(""), _kinds(plain), unstyled(""), _peak(plain))
 
@@ -65,7 +65,7 @@ def verdict(report: ReportData) -> str:
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
-        *repeatability(plain.trace, report.machine.device),
+        *repeatability(report),
         *_sliced(report),
         *_in_blocks(report),
         *_exchanged(report),
