@@ -1,4 +1,4 @@
-"""Say whether gradients have eager's bits: ops that differ from run to run on a GPU, and options that round.
+"""Say whether gradients have eager's bits: ops that differ from run to run, and options that round.
 
 aten.index_add.default, aten.mm.default   ->   "gradients are eager's to the bit where eager gives the same twice; with
                                                these ops it need not, unless ...: index_add"
@@ -11,7 +11,10 @@ The kernels of these ops add in the order in which threads come, or write to one
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from functools import partial
 
 from passes import Offload, Op, Stream, Trace
 from passes.ir.decisions import HOST
@@ -19,8 +22,9 @@ from passes.ir.ops import SEGMENT
 
 from .report_data import ReportData
 
+PUTS = ("index_put", "_unsafe_index_put", "_index_put_impl")
 # What torch's documentation of `use_deterministic_algorithms` names, and the ops that a captured step has for it, with
-# an overload where others of that name are repeatable. What is said of a CPU alone is left out.
+# an overload where others of that name are repeatable.
 NAMED: dict[str, tuple[str, ...]] = {
     # It takes other kernels for these,
     **{f"torch.nn.Conv{n}d": ("convolution", "convolution_backward") for n in (1, 2, 3)},
@@ -28,13 +32,14 @@ NAMED: dict[str, tuple[str, ...]] = {
     **{f"torch.nn.ReplicationPad{n}d": (f"replication_pad{n}d_backward",) for n in (1, 2, 3)},
     "torch.nn.Embedding": ("embedding_dense_backward",),
     "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
-    "torch.Tensor.index_put": ("index_put", "_unsafe_index_put", "_index_put_impl"),
+    "torch.Tensor.index_put": PUTS,
     "torch.Tensor.index_copy": ("index_copy",),
     "torch.Tensor.scatter": ("scatter.src", "scatter.reduce"),
     "torch.Tensor.scatter_add_": ("scatter_add",),
     "torch.Tensor.scatter_reduce": ("scatter_reduce",),
     "torch.index_add": ("index_add",),
     # the gradients of which are these:
+    "torch.Tensor.__getitem__": PUTS,  # on a CPU
     "torch.gather": ("scatter_add",),
     "torch.index_select": ("index_add",),
     "torch.repeat_interleave": ("index_add",),
@@ -74,6 +79,8 @@ UNNAMED = (
     "_cudnn_attention_backward", "adaptive_max_pool3d_backward", "index_reduce",
 )  # fmt: skip
 UNREPEATABLE = frozenset((*UNNAMED, *(name for names in NAMED.values() for name in names)))
+ON_CPU = frozenset((*PUTS, "index_copy", "put"))  # as the same documentation says
+THREADED = 1 << 15  # numbers from which on several threads of a CPU write them
 SCANNING = ("cumsum",)  # of floating point numbers alone
 FLOATS = ("f", "bf", "c")
 SIZED = "memgraph_guards."  # an op of torch's whose result's sizes are checked
@@ -81,13 +88,14 @@ OPAQUE = "memgraph_opaque."
 LOOKED_AT = ("aten.", "prims.", "memgraph", "getitem", "<")  # the last are Python's own functions of sizes
 
 
-def unrepeatable_ops(trace: Trace, is_compiled: bool = False) -> Counter[str]:
-    """Return how often each op of a step on a GPU is one that need not give the same twice.
+def unrepeatable_ops(trace: Trace, device: str = "cuda", is_compiled: bool = False) -> Counter[str]:
+    """Return how often each op of a step is one that need not give the same twice.
 
     `is_compiled` if Inductor has compiled some of them.
     """
-    named = ((op, _unrepeatable(op)) for op in trace.ops)
-    return Counter(name for op, name in named if name and (is_compiled or not _accumulates(op, trace)))
+    differs = partial(_differs_on_gpu, is_compiled=is_compiled) if device.startswith("cuda") else _differs_on_cpu
+    named = ((_unrepeatable(op), op) for op in trace.ops)
+    return Counter(name for name, op in named if name and differs(name, op, trace))
 
 
 def _unrepeatable(op: Op) -> str:
@@ -100,31 +108,42 @@ def _unrepeatable(op: Op) -> str:
     return next((known for known in (name, f"{name}.{overload}") if known in UNREPEATABLE), "")
 
 
-def _accumulates(op: Op, trace: Trace) -> bool:
-    """Return True for the gradient of `x[indices]`, which is added to zeros of its own.
+def _differs_on_gpu(name: str, op: Op, trace: Trace, is_compiled: bool) -> bool:
+    """Return False for an assignment of one number, and for the gradient of `x[indices]`.
 
-    A GPU's kernel sorts the indices for that. Inductor's does not.
+    That is added to zeros of its own, for which a GPU's kernel sorts the indices. Inductor's does not.
     """
-    is_put = op.phase == "backward" and op.fn.startswith("aten.index_put")
-    return is_put and trace.op[op.reads[0]].fn.startswith("aten.new_zeros")
+    if name not in PUTS or is_compiled:
+        return True
+    is_gradient = op.phase == "backward" and trace.op[op.reads[0]].fn.startswith("aten.new_zeros")
+    return _written(op, trace) > 1 and not is_gradient
+
+
+def _differs_on_cpu(name: str, op: Op, trace: Trace) -> bool:
+    return name in ON_CPU and _written(op, trace) >= THREADED
+
+
+def _written(op: Op, trace: Trace) -> int:
+    """Return how many numbers such an op writes: those of what it reads last."""
+    sizes = re.findall(r"\d+", trace.op[op.reads[-1]].type.partition("[")[2])
+    return math.prod(map(int, sizes))
 
 
 def repeatability(report: ReportData) -> list[str]:
-    """Return lines that say what rounds otherwise than in eager, and on a GPU what eager need not give twice."""
+    """Return lines that say what rounds otherwise than in eager, and what eager need not give twice."""
     rounding, hosts = _rounding(report), sum(isinstance(each, Stream) and each.on == HOST for each in report.plan)
     lines = [f"gradients round differently from eager's: {', '.join(rounding)}"] * bool(rounding)
     if hosts:
         lines.append(f"parameters round differently from eager's: host_update= updates {_many(hosts, 'state')} there")
-    if not report.machine.device.startswith("cuda"):
-        return lines
-    found = unrepeatable_ops(report.choice.captured.trace, is_compiled=_segments(report) > 0)
+    device = report.machine.device
+    found = unrepeatable_ops(report.choice.captured.trace, device, is_compiled=_segments(report) > 0)
     if found:
         names = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found.most_common())
         exact = "gradients are eager's to the bit where eager gives the same twice; with these ops it need not"
         begin = "eager need not give the same twice with these ops" if rounding else exact
         other = "with which torch takes other kernels or raises an error"
         lines.append(f"{begin}, unless torch.use_deterministic_algorithms(True) is set, {other}: {names}")
-    unknown = _not_looked_at(report)
+    unknown = _not_looked_at(report) if device.startswith("cuda") else ""
     return [*lines, *([f"not looked at for ops that need not give the same twice: {unknown}"] if unknown else [])]
 
 

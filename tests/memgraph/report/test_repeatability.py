@@ -49,7 +49,6 @@ EXACT = parse("""
 # Named by torch, and not in a step that is captured on a GPU.
 OF_NO_STEP = {
     "torch.bmm": "of sparse tensors, which are not captured",
-    "torch.Tensor.__getitem__": "on a CPU; on a GPU its gradient is index_put that accumulates, with sorted indices",
     "torch.Tensor.resize_": "of quantized tensors, which have no gradient",
 }
 INDICES = torch.tensor([0, 1, 1, 2])
@@ -180,10 +179,25 @@ def test_the_gradient_of_indexing_has_no_line() -> None:
     assert "the same twice" not in on_gpu(report)
 
 
+def test_an_assignment_of_one_number_has_no_line() -> None:
+    report = memgraph.plan(
+        Applied(lambda w: (w * 2).index_put((w.detach() > 0,), torch.tensor(1.0)), 6, 8), budget="1GB"
+    )
+    assert any(op.fn == "aten.index_put.default" for op in report.choice.captured.trace.ops)
+    assert "the same twice" not in on_gpu(report)
+
+
+@pytest.mark.parametrize(("rows", "said"), [(8, False), (512, True)])
+def test_large_gradients_of_indexing_differ_on_a_cpu_where_threads_add_them(rows: int, said: bool) -> None:
+    indices = torch.zeros(rows, dtype=torch.int64)
+    report = memgraph.plan(Applied(lambda w: w[indices], 8, 64), budget="1GB")
+    assert ("raises an error: index_put" in verdict(report)) is said
+
+
 # --- what the report says
 
 
-def test_on_a_cpu_and_of_other_ops_nothing_is_said() -> None:
+def test_of_other_ops_and_of_small_ones_on_a_cpu_nothing_is_said() -> None:
     assert repeatability(made(STEP, "cpu")) == []
     assert repeatability(made(EXACT)) == []
 
