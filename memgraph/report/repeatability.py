@@ -26,7 +26,7 @@ PUTS = ("index_put", "_unsafe_index_put", "_index_put_impl")
 # What torch's documentation of `use_deterministic_algorithms` names, and the ops that a captured step has for it, with
 # an overload where others of that name are repeatable.
 NAMED: dict[str, tuple[str, ...]] = {
-    # It takes other kernels for these,
+    # It takes other kernels for these.
     **{f"torch.nn.Conv{n}d": ("convolution", "convolution_backward") for n in (1, 2, 3)},
     **{f"torch.nn.ConvTranspose{n}d": ("convolution", "convolution_backward") for n in (1, 2, 3)},
     **{f"torch.nn.ReplicationPad{n}d": (f"replication_pad{n}d_backward",) for n in (1, 2, 3)},
@@ -38,12 +38,12 @@ NAMED: dict[str, tuple[str, ...]] = {
     "torch.Tensor.scatter_add_": ("scatter_add",),
     "torch.Tensor.scatter_reduce": ("scatter_reduce",),
     "torch.index_add": ("index_add",),
-    # the gradients of which are these:
+    # It does so for the gradients of these.
     "torch.Tensor.__getitem__": PUTS,  # on a CPU
     "torch.gather": ("scatter_add",),
     "torch.index_select": ("index_add",),
     "torch.repeat_interleave": ("index_add",),
-    # And it raises an error for these.
+    # It raises an error for these.
     "torch.nn.AvgPool3d": ("avg_pool3d_backward",),
     "torch.nn.AdaptiveAvgPool2d": ("_adaptive_avg_pool2d_backward",),
     "torch.nn.AdaptiveAvgPool3d": ("_adaptive_avg_pool3d_backward",),
