@@ -22,10 +22,24 @@ for module in pkgutil.walk_packages(passes.__path__, "passes."):
 print(sorted({"torch", "triton", "memgraph"} & set(sys.modules)))
 """
 
+TRAIN_WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(("rich", "typer", "safetensors"))  # whoever imports them fails
+import torch, memgraph
+model = memgraph.compile(torch.nn.Linear(8, 1), "1GB")
+model(torch.randn(4, 8)).sum().backward()
+print(model.plan.peak > 0)
+"""
+
 
 def test_importing_passes_brings_in_no_torch() -> None:
     run = subprocess.run([sys.executable, "-c", IMPORT_ALL_OF_PASSES], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
+
+
+def test_training_imports_no_library_that_only_prints_or_reads_files() -> None:
+    run = subprocess.run([sys.executable, "-c", TRAIN_WITHOUT], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "True\n", run.stderr
 
 
 def test_passes_import_only_pure_packages_and_each_other_relatively() -> None:

@@ -163,7 +163,7 @@ def plan(
     planner = make_planner(model, budget, **given)
     real, began = on_device(planner.module, args, kwargs, microbatches), time.monotonic()
     try:
-        return planner.step(*real, planner.options.outputs).report
+        return planner.step(*real, planner.options.outputs).current_report
     except BudgetError as error:
         if planner.state.has_other_ranks:  # which would have to try the same
             raise

@@ -25,7 +25,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import StateError
@@ -79,6 +78,8 @@ def read(path: Target) -> Any:
         LookupError, TypeError, ValueError: it was not written by `write`.
         StateError: a part of it was damaged since it was written.
     """
+    from safetensors import safe_open
+
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensor = cache(file.get_tensor)

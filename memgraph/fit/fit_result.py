@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
-
-from rich.console import Group, RenderableType
+from typing import TYPE_CHECKING, Any
 
 from ..report.report import Report
-from ..report.tables import mb
+from ..report.tables import mb, stacked
 from .device_profile import DeviceProfile
 from .largest import Largest
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 COUNTED_NOT = {
     "cuda": (
@@ -83,7 +84,7 @@ class FitResult:
         head = f"{self.title}, {self.parameters / 1e6:.1f}M parameters; {', '.join([*sizes, device])}"
         left_out = f"not counted: {'; '.join(self.not_counted)}; {TIMES}"
         tried = [UNTRIED] if self.report.row_blocks else []
-        return Group(head, *self._largest(), self.report, "", *tried, left_out)
+        return stacked(head, *self._largest(), self.report, "", *tried, left_out)
 
     def _largest(self) -> list[str]:
         if self.largest is None:

@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-
 from passes import PlanResult
 
 from ..graph.provenance import counting_nodes
@@ -107,6 +105,8 @@ class Progress:
 def log_progress(line: str) -> None:
     """Print the line on a terminal, log it elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
+        from rich.console import Console
+
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"memgraph: {line}", style="dim", markup=False)
     else:
         LOG.info(line)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-
-from rich.console import RenderableType
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from passes import Offload, PlanResult, Recompute
 from passes.lp.solver import INSTALL, MISSING
 
 from .tables import mb, mb_above, ms, printed, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 COLUMNS = ("budget", "forecast", "step", "overhead", "bound", "gap", "kept", "recomputed", "offloaded", "decisions", "")
 

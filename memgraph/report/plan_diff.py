@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from passes import Plan, Trace
 
-from .tables import layer_path, mb, ms, printed, table
+from .tables import layer_path, mb, ms, printed, stacked, table, unstyled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 KEPT = "keep"
 ABSENT = "absent"
@@ -68,14 +69,14 @@ class PlanDiff:
         ]
         if not self.same_step:
             lines.append("the steps differ: values are compared by name")
-        head = Text("\n".join(lines))
+        head = unstyled("\n".join(lines))
         if not self.changes:
-            return Group(head, Text("both decide the same"))
+            return stacked(head, unstyled("both decide the same"))
         rows = table("decided differently", "before", "after", "op", "where", "bytes", right=("bytes",))
         for change in self.changes:
             fn = change.fn if change.count == 1 else f"{change.count} x {change.fn}"
             rows.add_row(change.before, change.after, fn, change.where, mb(change.nbytes))
-        return Group(head, Text(""), rows)
+        return stacked(head, unstyled(""), rows)
 
 
 def changes(before: tuple[Trace, Plan], after: tuple[Trace, Plan]) -> tuple[Change, ...]:

@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, WAIT, WIDEN, sent_nbytes, value_of
@@ -27,7 +24,11 @@ from .remedies import remedies
 from .repeatability import repeatability
 from .report_data import ReportData
 from .step_times import LENGTH, is_off
-from .tables import layer_path, mb, ms, table
+from .tables import layer_path, mb, ms, stacked, table, unstyled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 TOP = 10  # rows of the table of the peak
 ASSUMPTIONS = 5  # that are printed
@@ -36,9 +37,9 @@ NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
-    forecast, blank = report.forecast, Text("")
+    forecast, blank = report.forecast, unstyled("")
     tables = _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
-    return Group(Text("\n".join([verdict(report), *_simulated(report)])), blank, *tables, *_helped(report))
+    return stacked(unstyled("\n".join([verdict(report), *_simulated(report)])), blank, *tables, *_helped(report))
 
 
 def peak_printout(report: ReportData) -> RenderableType:
@@ -46,9 +47,9 @@ def peak_printout(report: ReportData) -> RenderableType:
     plain = report.choice.captured
     lines = [
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
-        *repeatability(plain.trace, report.machine.device),
+        *repeatability(report),
     ]
-    return Group(Text("\n".join(lines)), Text(""), _kinds(plain), Text(""), _peak(plain))
+    return stacked(unstyled("\n".join(lines)), unstyled(""), _kinds(plain), unstyled(""), _peak(plain))
 
 
 def verdict(report: ReportData) -> str:
@@ -64,7 +65,7 @@ def verdict(report: ReportData) -> str:
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
-        *repeatability(plain.trace, report.machine.device),
+        *repeatability(report),
         *_sliced(report),
         *_in_blocks(report),
         *_exchanged(report),
@@ -275,7 +276,7 @@ def _held_nbytes(report: ReportData, value: str) -> int:
 
 def _decided(report: ReportData) -> RenderableType:
     if not report.plan:
-        return Text("decided: nothing; the step fits as it is")
+        return unstyled("decided: nothing; the step fits as it is")
     lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
     for row in sorted(_folded(row for _, row in decided(report)), key=lambda row: -row.nbytes):
         why = row.why if row.count == 1 else f"{row.count} x, {row.why}"
@@ -359,8 +360,8 @@ def _peak(forecast: Forecast) -> Table:
 
 
 def _helped(report: ReportData) -> list[RenderableType]:
-    lines = remedies(report)
-    return [Text("\n".join(["", "what would help, by forecast", *(f"  {line}" for line in lines)]))] if lines else []
+    lines = [f"  {line}" for line in remedies(report)]
+    return [unstyled("\n".join(["", "what would help, by forecast", *lines]))] if lines else []
 
 
 def _spent(forecast: Forecast, *fns: str) -> Counter[str]:

@@ -16,8 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
-
 from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
 from .budget_curve import Sweep
@@ -33,6 +31,7 @@ from .tables import printed
 
 if TYPE_CHECKING:
     import networkx as nx
+    from rich.console import RenderableType
 
 
 ARENA = "in an arena: one block of the device, with addresses of the plan"

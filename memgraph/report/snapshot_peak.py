@@ -12,12 +12,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from .tables import mb, table
+from .tables import mb, stacked, table, unstyled
 from .torch_snapshot import DeviceHistory, Event
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 TOP = 12  # places that are printed
 FREED = ("free_completed", "free")  # "free" is that of older snapshots
@@ -85,7 +86,7 @@ class SnapshotReport:
         return json.dumps([asdict(peak) for peak in self.peaks], indent=1)
 
     def __rich__(self) -> RenderableType:
-        return Group(*(part for peak in self.peaks for part in _printed(peak)))
+        return stacked(*(part for peak in self.peaks for part in _printed(peak)))
 
 
 def snapshot_peaks(snapshot: tuple[DeviceHistory, ...]) -> SnapshotReport:
@@ -164,7 +165,7 @@ def _printed(peak: SnapshotPeak) -> Iterator[RenderableType]:
             for each in peak.refusals
         ),
     ]
-    yield Text("\n".join([*lines, ""]))
+    yield unstyled("\n".join([*lines, ""]))
     rows = table("at the peak", "bytes", "buffers", "where", right=("bytes", "buffers"))
     for place in peak.places[:TOP]:
         rows.add_row(mb(place.nbytes), str(place.count), place.where)

@@ -1,6 +1,8 @@
 """Format numbers and tables for people.
 
 942049812 bytes -> 942.0 MB    7090512.0 us -> 7090.5 ms    printed(table) -> its text, without colours
+
+Functions import rich, so that a training loop that prints nothing does without.
 """
 
 from __future__ import annotations
@@ -8,15 +10,20 @@ from __future__ import annotations
 import io
 import math
 import re
+from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 WIDTH = 120
 
 
 def printed(what: RenderableType) -> str:
     """Return the text that rich would draw, in lines of 120 columns."""
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     console.print(what)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -25,10 +32,26 @@ def printed(what: RenderableType) -> str:
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """Return an empty table; the columns named in `right` hold numbers."""
+    from rich.table import Table
+
     empty = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
     for column in columns:
         empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return empty
+
+
+def unstyled(lines: str) -> Text:
+    """Return lines as they are, without rich's markup."""
+    from rich.text import Text
+
+    return Text(lines)
+
+
+def stacked(*parts: RenderableType) -> Group:
+    """Return what is printed as these parts, one below the other."""
+    from rich.console import Group
+
+    return Group(*parts)
 
 
 def layer_path(where: str) -> str:

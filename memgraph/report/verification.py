@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-
-from rich.console import RenderableType
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from passes import BoundProof, BrokenTrace, proven_us
 
 from ..errors import PlanError
 from .saved_plan import REPLAN, SavedPlan, carried_out
-from .tables import ms
+from .tables import ms, unstyled
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 CLASSES = {
     "once": "in which each value is recomputed and reloaded at most once",
@@ -75,7 +76,7 @@ class Verification:
         pages = f", without {ms(self.pages_us)} for new pages" if self.pages_us else ""
         taken = f"by simulation of the {ms(self.us)} that it takes{pages}"
         lines = [f"{fits}: {self.peak} of {self.budget} bytes, {taken}"]
-        return Text("\n".join([*lines, *self._bound_lines()]))
+        return unstyled("\n".join([*lines, *self._bound_lines()]))
 
     def _bound_lines(self) -> list[str]:
         bound, step = self.bound, self.plain_us

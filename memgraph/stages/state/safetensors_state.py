@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import StateError
@@ -29,6 +28,8 @@ class SafetensorsState(Mapping[str, Tensor]):
         Raises:
             StateError: a file can't be read, or two have a tensor of the same name.
         """
+        from safetensors import SafetensorError, safe_open
+
         for path in self._paths:
             try:
                 file = self._open.enter_context(safe_open(str(path), "pt"))

@@ -247,6 +247,7 @@ def test_a_step_that_is_compiled_in_part() -> None:
         """\
 fits: forecast 32.8 MB, measured not yet, budget 33.0 MB
 time: forecast 4.7 ms, +0.0%; as it is, the step takes 4.7 ms and needs 32.8 MB
+gradients round differently from eager's: lower= compiles 1 segment
 compiled: 1 segment: 4.7 ms with it, 4.7 ms with their ops one by one; 1 can't be
 
 bytes
