@@ -6,7 +6,8 @@
     refused  reformer               60 %  CaptureError: ...
 
 results/zoo.json and results/zoo.md are written after each architecture; what they have of the same code is not run
-again, but for `--only`.  `pip install memgraph[zoo]` has the libraries; those that are absent are left out.
+again, but for `--only`.  `pip install memgraph[zoo]` has the libraries; those that are absent are left out.  With
+`--device described` torch's CUDA build takes the ops of an H200 that is not there, and the host computes them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.fake_cuda.described_device import environment
+from benchmarks.last_words import last_words
 from benchmarks.records import FOLDER, slug, surroundings
 from tests.support.allocator_meter import preloaded
 
@@ -37,6 +40,9 @@ from .table import markdown, summary
 
 ROOT = Path(__file__).parents[2]
 SHARES = (1.2, 0.6, 0.4)
+VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+DESCRIBED = "described"
+NAMES = {"cpu": "", DESCRIBED: "H200 as described"}
 
 
 def main() -> int:
@@ -47,7 +53,7 @@ def main() -> int:
     parser.add_argument("--share", action="append", type=float, help=f"of eager's activations; by default {SHARES}")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} at one budget; nothing is written")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", DESCRIBED), default="cpu")
     parser.add_argument("--seconds", type=float, default=900.0, help="for each architecture")
     parser.add_argument("--into", type=Path, help="folder of zoo.json and zoo.md; by default that of the device")
     given = parser.parse_args()
@@ -55,7 +61,7 @@ def main() -> int:
     names = [name for name in names if given.library in (None, ARCHITECTURES[name].library)]
     absent = {name for name in LIBRARIES if find_spec(name) is None}
     names = [name for name in names if ARCHITECTURES[name].library not in absent]
-    device = "" if given.device == "cpu" else torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() if given.device == "cuda" else NAMES[given.device]
     record = Record(given.into or FOLDER / slug(device), device, quick=given.quick)
     shares = given.share or ((0.6,) if given.quick else SHARES)
     done = set() if given.only else record.done
@@ -104,14 +110,9 @@ def run(wanted: Mapping[str, Sequence[float]], device: str, jobs: int, seconds: 
     """Run architectures at their shares, print and record the rows of each as it ends."""
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        meter = preloaded(Path(folder)) if device == "cpu" else dict(os.environ)
-        environment = meter | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        own = _environment(device, Path(folder)) | VARIABLES
         for ended in as_completed(
-            [
-                pool.submit(_child, device, name, shares, seconds, environment)
-                for name, shares in wanted.items()
-                if shares
-            ]
+            [pool.submit(_child, device, name, shares, seconds, own) for name, shares in wanted.items() if shares]
         ):
             rows = ended.result()
             record.add(rows)
@@ -120,15 +121,24 @@ def run(wanted: Mapping[str, Sequence[float]], device: str, jobs: int, seconds: 
     return found
 
 
-def _child(device: str, name: str, shares: Sequence[float], seconds: float, environment: dict[str, str]) -> list[Row]:
+def _environment(device: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a process that trains on a device; build what it preloads."""
+    if device == "cpu":
+        return preloaded(folder)
+    return environment("h200") if device == DESCRIBED else dict(os.environ)
+
+
+def _child(device: str, name: str, shares: Sequence[float], seconds: float, inherited: dict[str, str]) -> list[Row]:
     """Return the rows that a process has found until its time was over, and one for each share that it has not."""
-    command = [sys.executable, "-m", "benchmarks.zoo.child", device, name, *map(str, shares)]
+    child = "benchmarks.zoo.child", "cpu" if device == "cpu" else "cuda", name, *map(str, shares)
+    modules = ("benchmarks.fake_cuda.host_kernels", *child) if device == DESCRIBED else child
+    command = [sys.executable, "-m", *modules]
     with (
         tempfile.TemporaryDirectory() as cache,
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
     ):
-        own = environment | {"MEMGRAPH_CACHE": cache}  # no price is known before
+        own = inherited | {"MEMGRAPH_CACHE": cache}  # no price is known before
         try:
             code = subprocess.run(command, cwd=ROOT, env=own, stdout=out, stderr=err, timeout=seconds, check=False)
             lost = f"ended with {code.returncode}"
@@ -137,7 +147,7 @@ def _child(device: str, name: str, shares: Sequence[float], seconds: float, envi
         out.seek(0)
         err.seek(0)
         lines = [json.loads(line) for line in out if line.startswith("{")]
-        last = (err.read().strip().splitlines() or [""])[-1]
+        last = last_words(err.read())
     rows = [Row(**{**line, "different": tuple(line["different"])}) for line in lines]
     missing = [share for share in shares if share not in {row.share for row in rows}]
     return rows + [Row(name, ARCHITECTURES[name].library, share, reason=f"{lost}: {last}") for share in missing]
