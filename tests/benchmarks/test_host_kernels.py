@@ -80,6 +80,15 @@ try:
 except RuntimeError as error:
     print(type(error).__name__)
 """
+SHAPES = """
+import torch
+small = torch.arange(100.0, device="cuda")
+assert (small + 1).sum() == 5050
+wide = torch.randn(1 << 15, 1 << 15, device="cuda")  # 4 GB: no product of these ends in a test
+before = torch.cuda.memory_allocated()
+product = (wide @ wide).add_(1)[:1]
+print(product.shape[1], (torch.cuda.memory_allocated() - before - wide.nbytes) >> 20)
+"""
 WORKSPACES = """
 import torch
 from memgraph.profile.library_workspaces import libraries_nbytes
@@ -121,6 +130,10 @@ def test_results_are_those_of_the_host() -> None:
 
 def test_draws_follow_the_generator_and_graphs_run_when_they_are_launched() -> None:
     assert run("-c", DRAWS) == "AcceleratorError\n"
+
+
+def test_large_results_are_allocated_and_not_computed_where_only_shapes_are_wanted() -> None:
+    assert run("--shapes", "-c", SHAPES) == "32768 34\n"  # with a workspace, in a block of 34 MiB
 
 
 def test_workspaces_of_libraries_have_segments_of_their_size() -> None:
