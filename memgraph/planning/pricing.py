@@ -124,7 +124,7 @@ def op_profiler(
     progress: Progress | None = None,
 ) -> OpProfiler:  # fmt: skip
     """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
-    room = room_nbytes(inputs, state.resident_nbytes(), target.budget)
+    room = room_nbytes(inputs, state.resident_nbytes() + libraries_nbytes(target.device), target.budget)
     counted = progress.done if progress is not None else int
     modes = kernel_modes_text()
     return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)

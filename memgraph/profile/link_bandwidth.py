@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,21 +94,40 @@ def _fitting(room: int | None, free: int) -> dict[int, int]:
     return {nbytes: count for nbytes, count in fits.items() if count > 0} or {least: 1}
 
 
-def measure_host(device: torch.device) -> Links:
-    """Return the links between a GPU and pinned memory."""
-    return _measure_once(f"link registered {device} {environment_key(device)}", lambda: _measure_host(device))
+def measure_host(device: torch.device, room: int | None = None) -> Links:
+    """Return the links between a GPU and pinned memory.
+
+    Args:
+        room: bytes of the GPU that measuring may use. Larger copies are left out.
+    """
+    sizes = _within(room)
+    key = f"link registered {sizes} {device} {environment_key(device)}"
+    return _measure_once(key, lambda: _measure_host(device, sizes))
 
 
-def measure_casts(device: torch.device) -> Links:
+def measure_casts(device: torch.device, room: int | None = None) -> Links:
     """Return the speed of the casts before an offload and after a reload, by the bytes of the uncast value.
 
-    On a GPU this also tunes the kernel that later steps use.
+    On a GPU this also tunes the kernel that later steps use, whatever room there is.
+
+    Args:
+        room: bytes of the device that measuring may use. Larger values are left out.
     """
     if device.type == "cuda":
         from ..kernels.cast import tune_cast  # here, for the reason in `wire_cast.py`
 
         tune_cast(device, narrow)
-    return _measure_once(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))
+    sizes = _within(None if room is None else room // 3)  # the value, its cast, and that cast back
+    return _measure_once(f"cast {sizes} {device} {environment_key(device)}", lambda: _measure_casts(device, sizes))
+
+
+def _within(room: int | None) -> dict[int, int]:
+    """Return the sizes of copies to measure of which one has room, and the number of each in a row."""
+    fits = {nbytes: line for nbytes, line in SIZES.items() if room is None or nbytes <= room}
+    least = min(SIZES)
+    while room is not None and least > max(room, PAGE):
+        least //= 2
+    return fits or {least: 1}
 
 
 def _measure_once(key: str, measure: Callable[[], Links]) -> Links:
@@ -120,16 +139,16 @@ def _read(cached: Any) -> Links:
     return out, back
 
 
-def _measure_host(device: torch.device) -> Links:
-    rates = {nbytes: pinned_speed(device, nbytes, line) for nbytes, line in SIZES.items()}
+def _measure_host(device: torch.device, sizes: Mapping[int, int]) -> Links:
+    rates = {nbytes: pinned_speed(device, nbytes, line) for nbytes, line in sizes.items()}
     out, back = (Link(tuple((nbytes, nbytes / rate[i]) for nbytes, rate in rates.items())) for i in (0, 1))
     return out, back
 
 
-def _measure_casts(device: torch.device) -> Links:
+def _measure_casts(device: torch.device, sizes: Iterable[int]) -> Links:
     out: dict[int, float] = {}
     back: dict[int, float] = {}
-    for nbytes in SIZES:
+    for nbytes in sizes:
         wide = torch.zeros(nbytes // 4, device=device)
         thin = narrow(wide)
         out[nbytes] = shortest_us(partial(narrow, wide), device)

@@ -35,18 +35,19 @@ def measure_links(
         sizes: bytes of the values that may be offloaded.
         wire: dtype to which values may be cast for the copy; empty for none.
         pinned: bytes of host memory that may be pinned; None for the default.
-        room: bytes of device memory that measuring a disk may use.
+        room: bytes of device memory that measuring may use.
     """
     if tier is None:
         return machine
     sizes = sizes or (USUAL_SIZES,)
-    room = room // 2 if room is not None else None  # the other half is for Python's objects of the step
-    links = measure_host(device) if tier == "host" else measure_disk(folder, room)
+    if room is not None and tier != "host":
+        room //= 2  # the other half is for Python's objects of the step
+    links = measure_host(device, room) if tier == "host" else measure_disk(folder, room)
     out, back = links
     link = replace(machine.link, out=out.rate(sizes), back=back.rate(sizes))
     machine = replace(machine, tier=tier)
     if wire:
-        out, back = measure_casts(device)
+        out, back = measure_casts(device, room)
         machine = replace(machine, cast=Cast(wire, out.rate(sizes), back.rate(sizes)))
     if tier == "host":  # less the padding between slots
         cap = cap_nbytes() if pinned is None else pinned

@@ -190,7 +190,7 @@ def room_nbytes(inputs: Iterable[fx.Node], resident_nbytes: int, budget: int) ->
     """Return the bytes that a budget leaves now, while nothing of the step exists but its batch.
 
     Args:
-        resident_nbytes: of the module, its gradients and its optimizer that are on the device now.
+        resident_nbytes: of the module, its gradients, its optimizer and libraries that are on the device now.
     """
     batch = [node for node in inputs if node.meta["kind"] == "input"]
     return budget - resident_nbytes - resident_bytes(value for node in batch for value in tensors(node))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,24 @@ before = torch.cuda.memory_allocated()
 product = (wide @ wide).add_(1)[:1]
 print(product.shape[1], (torch.cuda.memory_allocated() - before - wide.nbytes) >> 20)
 """
+PLANNED = """
+import torch
+from torch import nn
+import memgraph
+from tests.support.cuda_meter import CudaAllocator
+
+torch.manual_seed(0)
+torch.cuda.init()
+allocator = CudaAllocator()
+layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+model, x = nn.Sequential(*layers).cuda(), torch.randn(512, 64, device="cuda")
+compiled = memgraph.compile(model, 71_500_000, lower=None)
+for _ in range(4):
+    compiled(x).sum().backward()
+    model.zero_grad()
+assert compiled.plan.machine.link.out > 0, "no link was measured"
+print(70_000_000 < allocator.most <= 71_500_000)
+"""
 WORKSPACES = """
 import torch
 from memgraph.profile.library_workspaces import libraries_nbytes
@@ -138,3 +157,10 @@ def test_large_results_are_allocated_and_not_computed_where_only_shapes_are_want
 
 def test_workspaces_of_libraries_have_segments_of_their_size() -> None:
     assert run("-c", WORKSPACES) == "66 [34, 34]\n"
+
+
+def test_a_first_call_that_measures_the_link_is_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    assert run("-c", PLANNED) == "True\n"

@@ -47,7 +47,7 @@ def test_copies_to_a_slow_disk_have_no_overhead_per_byte(tmp_path: Path) -> None
 
 def test_copies_of_a_gpu_have_no_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (LINK, LINK))
-    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device, room: (LINK, LINK))
     monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda folder, links, room: CopyOverhead(60.0, 1e-4))
     disk = measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path)
     host = measure_links(Machine(1, "cuda"), "host", torch.device("cuda"), None)

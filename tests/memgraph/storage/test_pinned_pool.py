@@ -193,7 +193,7 @@ def test_the_cap_is_half_of_the_host_or_what_is_named(monkeypatch: pytest.Monkey
 def test_a_plan_sends_no_more_to_the_host_than_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_PINNED", "64MB")
     link = Link(((1000, 1.0),))
-    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device, room: (link, link))
     machine = machine_profile.measure_links(Machine(1 << 30, "cuda:0"), "host", GPU, None)
     slots = [70_000] * (machine.link.capacity // 70_000)
     assert sum(-(-slot // 256) * 256 for slot in slots) <= 64_000_000 < machine.link.capacity * 1.02

@@ -51,7 +51,7 @@ def test_what_makes_no_sense_is_refused_by_its_own_name(pinned: Any, kind: type[
 def test_a_plan_sends_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pinned_pool.VARIABLE, "64MB")
     link = Link(((1000, 1.0),))
-    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device, room: (link, link))
     machine = machine_profile.measure_links(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)
     assert 0.99 * 10**6 < machine.link.capacity < 10**6
 

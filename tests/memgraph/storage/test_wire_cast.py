@@ -187,7 +187,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
     )
-    monkeypatch.setattr("memgraph.profile.machine_profile.measure_casts", lambda device: (fast, fast))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_casts", lambda device, room: (fast, fast))
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 

@@ -1,0 +1,45 @@
+"""What is copied to measure a link, where the budget leaves little room."""
+
+from __future__ import annotations
+
+import pytest
+
+from memgraph.profile import link_bandwidth
+from memgraph.profile.link_bandwidth import Links, measure_casts, measure_host
+from memgraph.system.device import CPU
+
+KB, MB = 1 << 10, 1 << 20
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes that are copied; nothing is known of any link."""
+    sizes: list[int] = []
+
+    def speed(device: object, nbytes: int, line: int) -> tuple[float, float]:
+        sizes.append(nbytes)
+        return 100.0, 50.0
+
+    monkeypatch.setattr(link_bandwidth, "_known", {})
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(link_bandwidth, "pinned_speed", speed)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [(None, [256 * KB, 4 * MB, 32 * MB]), (5 * MB, [256 * KB, 4 * MB]), (100 * KB, [64 * KB]), (-1, [4 * KB])],
+)
+def test_copies_to_pinned_memory_that_have_no_room_are_left_out(
+    room: int | None, expected: list[int], copied: list[int]
+) -> None:
+    out, back = measure_host(CPU, room)
+    assert copied == expected
+    assert [nbytes for nbytes, _ in out.points] == expected and out.rate([8 * MB]) == 2 * back.rate([8 * MB]) == 100
+
+
+def test_so_are_casts(copied: list[int]) -> None:
+    def sizes(links: Links) -> list[int]:
+        return [nbytes for nbytes, _ in links[0].points]
+
+    assert sizes(measure_casts(CPU, 12 * MB)) == [256 * KB, 4 * MB] and sizes(measure_casts(CPU, 300 * KB)) == [64 * KB]
