@@ -122,7 +122,7 @@ def measure_casts(device: torch.device, room: int | None = None) -> Links:
 
 
 def _within(room: int | None) -> dict[int, int]:
-    """Return the sizes of copies to measure of which one has room, and the number of each in a row."""
+    """Return the bytes of copies that fit in `room` one by one, and the number of each that is measured in a row."""
     fits = {nbytes: line for nbytes, line in SIZES.items() if room is None or nbytes <= room}
     least = min(SIZES)
     while room is not None and least > max(room, PAGE):

@@ -1,4 +1,4 @@
-"""What is copied to measure a link, where the budget leaves little room."""
+"""Copies that measure a link, under budgets that leave little room for them."""
 
 from __future__ import annotations
 
