@@ -36,7 +36,7 @@ class BlockTrials:
         self.room, self._is_logged = room, False
 
     def __call__(self, weight: Weight, size: int) -> bool:
-        if self.room is not None and not self._is_logged and (nbytes := trial_nbytes(weight, size)) > self.room:
+        if self.room is not None and not self._is_logged and (nbytes := trial_nbytes(weight, size)) > max(self.room, 0):
             self._is_logged = True
             LOG.warning(
                 "planning goes beyond the budget: a weight of %s, which is tried in blocks of rows, takes %s, and the "

@@ -223,6 +223,16 @@ def test_a_trial_that_exceeds_the_budget_is_logged_once(
     assert "planning goes beyond the budget" in caplog.text and "the budget leaves 1.0 MB" in caplog.text
 
 
+def test_what_was_tried_before_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    captured, _ = step(Words(), *words())
+    for room in (1 << 30, -1):
+        assert in_blocks(captured, BlockRequest(1, has_equal_bits=BlockTrials(room))).blocks
+    assert not caplog.records
+
+
 def test_what_rounds_is_cut_only_if_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, _ = step(Words(), *words())
     monkeypatch.setattr("memgraph.slices.step_blocks.has_equal_bits", lambda weight, size: False)
