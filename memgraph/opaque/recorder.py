@@ -22,13 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
-from ..graph.ops import state_nbytes
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
 from ..guards.outer_scopes import OuterScopes
 from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
-from ..system.device import CPU
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
 from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
@@ -90,7 +88,7 @@ class Recorder:
         known = {tensor.untyped_storage()._cdata for tensor in others}
         read = (tensor for recorded in self.calls for tensor in recorded.tensors)
         held = resident_bytes(tensor for tensor in read if tensor.untyped_storage()._cdata not in known)
-        generators = 2 * state_nbytes(CPU)  # as they were before, and as they are while forward runs again
+        generators = 2 * torch.get_rng_state().nbytes  # as they were before, and as they are while forward runs again
         return held + self._backward_nbytes + generators
 
     def close(self) -> None:

@@ -15,8 +15,6 @@ from functools import partial
 import torch
 from torch import fx
 
-from passes import Trace
-
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..graph.accumulate_grads import mark_hooked_grads
@@ -32,7 +30,6 @@ from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from ..tensors.pytree import flatten, tensors_of
-from .accumulated_step import with_remaining_grads
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -67,7 +64,7 @@ def capture_step(
         captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
         if known is None:
             gc.collect()  # the traces that were made on the way are cycles, and hold constants of the module
-        captured = in_slices(captured, request, partial(_with_update, captured=captured, state=state))
+        captured = in_slices(captured, request, partial(state.with_update, captured=captured))
         captured = in_blocks(captured, blocks)
         captured, trained = state.insert_ops(captured, state.trained(captured))
     ranks = state.ranks(trained, where.device)
@@ -97,14 +94,6 @@ def _blocks(call: Call, target: Target, options: CompileOptions, cuts: Cuts, sta
     room = target.budget - state.resident_nbytes() - resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
     trials = BlockTrials(room)
     return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=trials)
-
-
-def _with_update(trace: Trace, captured: Captured, state: OptimizerState) -> Trace:
-    """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
-    trained = state.trained(captured)
-    trace = state.add_update(trace, captured.graph.graph, trained)
-    # Ranks may hold different ones, and have to be cut alike.
-    return trace if state.has_other_ranks else with_remaining_grads(trace, state.module, trained.parameters)
 
 
 def captured_call(call: Call, device: torch.device) -> Captured:

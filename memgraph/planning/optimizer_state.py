@@ -29,6 +29,7 @@ from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
 from ..tensors.aliasing import describe_shared_memory
 from ..tensors.loss_outputs import OutputSelector
+from .accumulated_step import with_remaining_grads
 from .ranks import Ranks
 
 
@@ -109,6 +110,13 @@ class OptimizerState:
     def add_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
         """Return the trace with optimizer states and update."""
         return trace
+
+    def with_update(self, trace: Trace, captured: Captured) -> Trace:
+        """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
+        trained = self.trained(captured)
+        trace = self.add_update(trace, captured.graph.graph, trained)
+        # Ranks may hold different ones, and have to be cut alike.
+        return trace if self.has_other_ranks else with_remaining_grads(trace, self.module, trained.parameters)
 
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
         """Return the trace with the time of the update, where it decides between plans."""
