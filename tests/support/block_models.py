@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,3 +45,27 @@ def words(seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     now, then = torch.randint(WORDS, (2, TOKENS), generator=random)
     return now, then
+
+
+@cache
+def products_add_up() -> bool:
+    """Return True if the product with a head is, to the bit, the sum of those with some blocks of its rows.
+
+    That depends on how kernels of this machine divide sums.
+    """
+    random = torch.Generator().manual_seed(0)
+    gradient, head = torch.randn(TOKENS, WORDS, generator=random), torch.randn(WORDS, WIDTH, generator=random)
+    whole = gradient @ head
+    return any(torch.equal(whole, _added(gradient, head, WORDS >> halvings)) for halvings in range(1, 8))
+
+
+def _added(gradient: Tensor, head: Tensor, rows: int) -> Tensor:
+    total, *others = (a @ b for a, b in zip(gradient.split(rows, 1), head.split(rows), strict=True))
+    for other in others:
+        total = total + other
+    return total
+
+
+head_in_blocks = pytest.mark.skipif(
+    not products_add_up(), reason="no product of blocks adds up to the whole's bits here"
+)

@@ -12,7 +12,7 @@ from memgraph.fit.described_model import ModelCall
 from memgraph.fit.device_profile import DeviceProfile
 from memgraph.fit.fitted_step import FittedStep, Fitting
 from passes import BudgetError
-from tests.support.block_models import WIDTH, WORDS, Words, words
+from tests.support.block_models import WIDTH, WORDS, Words, head_in_blocks, words
 from tests.support.sliced_training import batch, headed
 
 pytestmark = pytest.mark.usefixtures("small_windows")
@@ -20,6 +20,7 @@ WEIGHT = WORDS * WIDTH * 4  # bytes of the head, which whole weights need more t
 CPU = DeviceProfile("cpu", "cpu", 10**10, {"float32": 1e11}, 1e10, link={"out": 1e9, "back": 1e9})
 
 
+@head_in_blocks
 def test_a_sweep_goes_below_what_whole_weights_need() -> None:
     model = Words()
     options: dict[str, Any] = {"optimizer": torch.optim.Adam(model.parameters()), "accumulate": False, "time_limit": 0}

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 import memgraph
 from memgraph.planning.attempts import attempts
 from memgraph.slices.step_cuts import ATTEMPTS, WHOLE
-from tests.support.block_models import WORDS, Words, words
+from tests.support.block_models import WORDS, Words, head_in_blocks, words
 from tests.support.smallest_budget import smallest_of
 from tests.support.streamed_state import SLACK, TINY, facts, far, same
 
-pytestmark = pytest.mark.usefixtures("small_windows")
+pytestmark = [pytest.mark.usefixtures("small_windows"), head_in_blocks]
 STEPS = 3
 Make = Any
 

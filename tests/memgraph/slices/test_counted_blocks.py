@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.allocator_meter import compiler
-from tests.support.block_models import WORDS
+from tests.support.block_models import WORDS, head_in_blocks
 from tests.support.counted_blocks import MODELS, STEPS
 from tests.support.counted_steps import rows_of_child
 
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@head_in_blocks
 def test_every_step_in_blocks_is_within_its_budget(tmp_path: Path) -> None:
     rows = rows_of_child("tests.support.counted_blocks", MODELS, tmp_path)
     assert len(rows) == STEPS * len(MODELS)

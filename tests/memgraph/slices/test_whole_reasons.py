@@ -10,7 +10,7 @@ from torch import nn
 
 import memgraph
 from passes.slices.whole_weight import Reason, WholeWeight
-from tests.support.block_models import WIDTH, WORDS, Words, words
+from tests.support.block_models import WIDTH, WORDS, Words, head_in_blocks, words
 from tests.support.streamed_state import TINY
 
 pytestmark = pytest.mark.usefixtures("small_windows")
@@ -47,10 +47,12 @@ def test_an_error_names_the_option_that_does() -> None:
     assert "\n  token.weight, head.weight: updated in backward, with fuse_update=True\n" in f"{text}\n"
 
 
+@head_in_blocks
 def test_an_error_says_nothing_where_all_large_weights_are_cut() -> None:
     assert "stay whole" not in error(Words())
 
 
+@head_in_blocks
 def test_a_report_says_so_and_is_read_back() -> None:
     model = counted()
     model.token = nn.Embedding(WORDS // 2, WIDTH, scale_grad_by_freq=True)
@@ -69,6 +71,7 @@ def test_a_report_of_whole_weights_that_fit_names_none() -> None:
     assert plan(counted(), 1 << 30).whole_weights == ()
 
 
+@head_in_blocks
 def test_the_bound_is_one_of_plans_with_the_same_blocks() -> None:
     model = Words()
     report = plan(model, WORDS * WIDTH * 4, accumulate=False)
