@@ -23,13 +23,12 @@ from ..graph.gradient_sums import with_sums_in_place
 from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
-from ..profile.memory_meter import measure_peak, resident_bytes
+from ..profile.memory_meter import argument_nbytes, measure_peak
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
-from ..tensors.pytree import flatten, tensors_of
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -91,7 +90,7 @@ def _blocks(call: Call, target: Target, options: CompileOptions, cuts: Cuts, sta
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    room = target.budget - state.resident_nbytes() - resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
+    room = target.budget - state.resident_nbytes() - argument_nbytes(call.args, call.kwargs)
     trials = BlockTrials(room)
     return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=trials)
 

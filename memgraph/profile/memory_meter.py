@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -29,6 +29,7 @@ from torch.autograd.profiler import profile, record_function
 from ..storage.mapped_storage import is_offloaded
 from ..system.locks import PLANNING_LOCK
 from ..system.profiler_thread import block_sizes, is_profiled, is_unprofiled
+from ..tensors.pytree import flatten, tensors_of
 
 T = TypeVar("T")
 Block = tuple[int, int]  # address, and bytes allocated (> 0) or freed (< 0)
@@ -77,6 +78,11 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
         for storage in (tensor.untyped_storage() for tensor in tensors if not is_offloaded(tensor))
     }
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def argument_nbytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the resident bytes of the tensors among a call's arguments."""
+    return resident_bytes(tensors_of(flatten((args, kwargs))[0]))
 
 
 class Meter(Protocol):

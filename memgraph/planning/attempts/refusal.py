@@ -17,9 +17,8 @@ from passes.slices.whole_weight import WholeWeight, reason_lines
 
 from ...errors import BudgetError
 from ...microbatch.advice import suggest_microbatches
-from ...profile.memory_meter import resident_bytes
+from ...profile.memory_meter import argument_nbytes
 from ...system.locks import capturing
-from ...tensors.pytree import flatten, tensors_of
 from ..step_graph import Call, StepGraph
 
 FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
@@ -63,7 +62,7 @@ def refuse_value_run(
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
     nbytes, budget = graph.captured.value_run_nbytes, graph.target.budget
-    forward = nbytes + resident_nbytes + resident_bytes(tensors_of(flatten((call.args, call.kwargs))[0]))
+    forward = nbytes + resident_nbytes + argument_nbytes(call.args, call.kwargs)
     if nbytes and forward > budget:
         needed = needed_nbytes(forward)
         step = f", and the step {needed}" if needed > forward else ""
