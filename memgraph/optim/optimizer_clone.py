@@ -118,7 +118,10 @@ class ClonedOptimizer:
         counts = [SAMPLE_ELEMENTS], [2 * SAMPLE_ELEMENTS], [SAMPLE_ELEMENTS] * 2
         one, large, two = (self._peak_nbytes(group, count, dtype) for count in counts)
         fixed, together = max(0, 2 * one - large), bool(self.options[group].get("foreach"))
-        return Temporaries(fixed, (large - one) / SAMPLE_ELEMENTS, max(0, two - one) / SAMPLE_ELEMENTS, together)
+        each = (large - one) / SAMPLE_ELEMENTS
+        # The fixed ones may be gone when the tensors of two parameters meet.
+        before = min(each, max(0, two - one + fixed) / SAMPLE_ELEMENTS)
+        return Temporaries(fixed, each, before, together)
 
     def _sample_state(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
         """The state of a parameter of two elements.

@@ -29,7 +29,9 @@ from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import shortest_us
 
-SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and the number of copies of that size that are queued
+SMALLEST = 256 << 10  # bytes of a copy
+SIZES = {SMALLEST: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and the number of copies of that size that are queued
+DISK_US, HOST_US, CAST_US = 300.0, 20.0, 40.0  # of the smallest copy, where nothing can be measured
 TRIES = 2  # because the first write of a block is slower
 SECONDS = 0.8  # for all sizes; on a slow disk the larger ones are left out
 
@@ -68,10 +70,13 @@ def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None 
     """Return the links to the file system of `folder`.
 
     Args:
-        room: bytes of memory that measuring may use. Copies that do not fit in it or on the disk are left out.
+        room: bytes of memory that measuring may use. Copies that do not fit in it or on the disk are left out; if none
+            fits in `room`, the links are guessed.
     """
     path = spill_folder(folder)
     sizes = _fitting(room, available_nbytes(path))
+    if not sizes:
+        return _guessed(DISK_US)
     method = f"{sizes} {WORKERS} x {CHUNK}"
     return _measure_once(
         f"link {mount_description(path)} {method} {environment_key(torch.device('cpu'))}",
@@ -88,21 +93,20 @@ def _fitting(room: int | None, free: int) -> dict[int, int]:
     fits = {nbytes: min(count, free // (2 * nbytes)) for nbytes, count in SIZES.items()}
     if room is not None:
         fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in fits.items()}
-    least = min(SIZES) if free >= 2 * min(SIZES) else PAGE
-    while room is not None and least > PAGE and 2 * least > 2 * room - STAGING:
-        least //= 2
-    return {nbytes: count for nbytes, count in fits.items() if count > 0} or {least: 1}
+    least = SMALLEST if free >= 2 * SMALLEST else PAGE
+    single = {least: 1} if room is None or 2 * least <= 2 * room - STAGING else {}
+    return {nbytes: count for nbytes, count in fits.items() if count > 0} or single
 
 
 def measure_host(device: torch.device, room: int | None = None) -> Links:
     """Return the links between a GPU and pinned memory.
 
     Args:
-        room: bytes of the GPU that measuring may use. Larger copies are left out.
+        room: bytes of the GPU that measuring may use. Larger copies are left out; if none fits, the links are guessed.
     """
     sizes = _within(room)
     key = f"link registered {sizes} {device} {environment_key(device)}"
-    return _measure_once(key, lambda: _measure_host(device, sizes))
+    return _measure_once(key, lambda: _measure_host(device, sizes)) if sizes else _guessed(HOST_US)
 
 
 def measure_casts(device: torch.device, room: int | None = None) -> Links:
@@ -111,23 +115,27 @@ def measure_casts(device: torch.device, room: int | None = None) -> Links:
     On a GPU this also tunes the kernel that later steps use, whatever room there is.
 
     Args:
-        room: bytes of the device that measuring may use. Larger values are left out.
+        room: bytes of the device that measuring may use. Larger values are left out; if none fits, the speed is
+            guessed.
     """
     if device.type == "cuda":
         from ..kernels.cast import tune_cast  # here, for the reason in `wire_cast.py`
 
         tune_cast(device, narrow)
     sizes = _within(None if room is None else room // 3)  # the value, its cast, and that cast back
-    return _measure_once(f"cast {sizes} {device} {environment_key(device)}", lambda: _measure_casts(device, sizes))
+    key = f"cast {sizes} {device} {environment_key(device)}"
+    return _measure_once(key, lambda: _measure_casts(device, sizes)) if sizes else _guessed(CAST_US)
 
 
 def _within(room: int | None) -> dict[int, int]:
     """Return the bytes of copies that fit in `room` one by one, and the number of each that is measured in a row."""
-    fits = {nbytes: line for nbytes, line in SIZES.items() if room is None or nbytes <= room}
-    least = min(SIZES)
-    while room is not None and least > max(room, PAGE):
-        least //= 2
-    return fits or {least: 1}
+    return {nbytes: line for nbytes, line in SIZES.items() if room is None or nbytes <= room}
+
+
+def _guessed(us: float) -> Links:
+    """Return links by which the smallest copy takes so long. Still smaller ones would show no link's rate."""
+    link = Link(((SMALLEST, us),))
+    return link, link
 
 
 def _measure_once(key: str, measure: Callable[[], Links]) -> Links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.planning import pricing
-from memgraph.profile import link_bandwidth, op_profiler
+from memgraph.profile import link_bandwidth, machine_profile, op_profiler
 from memgraph.profile.link_bandwidth import SIZES, measure_disk
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.storage.disk_tier import DiskTier
@@ -61,6 +62,24 @@ def test_the_disk_is_measured_in_the_room_there_is(
     else:
         assert all(sum(slots) + slots[0] + STAGING <= room for slots in seen) or seen == [(min(SIZES),)]
     assert len(seen) == {1: 1, 10: 2, 70: 3}.get((room or 70 << 20) >> 20)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_a_model_beyond_the_budget_gives_a_share_of_itself_to_measure_the_disk(
+    beyond: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int | None] = []
+
+    def disk(folder: object, room: int | None) -> link_bandwidth.Links:
+        rooms.append(room)
+        return measure_disk(None, room)
+
+    monkeypatch.setattr(machine_profile, "measure_disk", disk)
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), torch.randn(64, 512)
+    there = resident_bytes([*model.parameters(), x])
+    with contextlib.suppress(memgraph.BudgetError):
+        memgraph.plan(model, x, budget=there - 1_000_000 if beyond else there + 100, time_limit=0.1)
+    assert set(rooms) == {(there // 16 if beyond else 100) // 2}
 
 
 class Frozen(nn.Module):

@@ -45,9 +45,11 @@ def _tight(rank: int) -> tuple[str, bool]:
     """Return the schedule that is taken where interleaved does not fit, and whether the forecast does."""
     model, batch = wide(4)
     with pytest.raises(memgraph.BudgetError) as caught:
-        memgraph.pipeline(model, "300KB", 4, schedule="interleaved").step(**batch)
-    budget = int(0.95 * caught.value.smallest)
-    pipe = memgraph.pipeline(model, budget, 4, schedule="auto")
+        memgraph.pipeline(model, "300KB", 4, schedule="auto").step(**batch)
+    budget = int(1.05 * caught.value.smallest)
+    with pytest.raises(memgraph.BudgetError):
+        memgraph.pipeline(wide(4)[0], budget, 4, schedule="interleaved").step(**batch)
+    pipe = memgraph.pipeline(wide(4)[0], budget, 4, schedule="auto")
     pipe.step(**batch)
     return pipe._latest.schedule.name, pipe.peak <= budget
 
