@@ -21,7 +21,8 @@ from ..options.compile_options import CompileOptions
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
-from ..profile.op_profiler import OpProfiler, kernel_modes_text, room_nbytes
+from ..profile.measuring_room import rates_room, room_nbytes
+from ..profile.op_profiler import OpProfiler, kernel_modes_text
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
 from .lengths.nearby_times import scaled_times
@@ -111,21 +112,12 @@ class Pricing:
         with step.ranks.reporting_errors():
             sizes = sizes_of(trace)
             links = target.tier, target.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
-            machine = measure_links(machine, *links, _links_room(profiler.room, target.budget))
+            machine = measure_links(machine, *links, rates_room(profiler.room, target.budget))
             if options.cuda_graphs is not True:  # offloading state is work of the host, which no recording repeats
                 machine = self.state.with_offloaded_state(machine, step.trained)
         if step.captured.blocks:
             trace = with_windows(trace, machine.streaming.window)
         return self.state.price_update(trace, machine, step.trained), machine
-
-
-def _links_room(room: int | None, budget: int) -> int | None:
-    """Return the bytes that measuring the links may take.
-
-    A model that will be offloaded may be more than the budget as it is. Planning can't keep the budget then, and takes
-    a sixteenth of it beside, since rates that are guessed make worse plans.
-    """
-    return room if room is None or room >= 0 else (budget - room) // 16
 
 
 def op_profiler(

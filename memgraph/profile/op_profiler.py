@@ -186,16 +186,6 @@ class OpProfiler:
         return max(1, min(REPEATS, (self.room - _nbytes(node)) // results))
 
 
-def room_nbytes(inputs: Iterable[fx.Node], resident_nbytes: int, budget: int) -> int:
-    """Return the bytes that a budget leaves now, while nothing of the step exists but its batch.
-
-    Args:
-        resident_nbytes: of the module, its gradients, its optimizer and libraries that are on the device now.
-    """
-    batch = [node for node in inputs if node.meta["kind"] == "input"]
-    return budget - resident_nbytes - resident_bytes(value for node in batch for value in tensors(node))
-
-
 def _remember(key: str, op_cost: OpCost) -> OpCost:
     """Cache a cost as the most recently used one."""
     _known.pop(key, None)

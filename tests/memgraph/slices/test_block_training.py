@@ -20,7 +20,7 @@ from tests.support.block_models import WORDS, Words, head_in_blocks, words
 from tests.support.smallest_budget import smallest_of
 from tests.support.streamed_state import SLACK, TINY, facts, far, same
 
-pytestmark = [pytest.mark.usefixtures("small_windows"), head_in_blocks]
+pytestmark = pytest.mark.usefixtures("small_windows")
 STEPS = 3
 Make = Any
 
@@ -69,12 +69,14 @@ def train(model: nn.Module, optimizer: Any, *batch: Tensor, clear: Any = None) -
     return loss.detach()
 
 
+@head_in_blocks
 def test_blocks_make_smaller_budgets_work() -> None:
     weight = WORDS * 1024
     assert least() < 0.6 * least(blocks=False)
     assert least(blocks=False) > weight > 0.9 * least()
 
 
+@head_in_blocks
 def test_training_equals_eager() -> None:
     pair = Pair()
     pair.train()
@@ -83,16 +85,19 @@ def test_training_equals_eager() -> None:
     assert all(row.blocks == -(-WORDS // row.rows) > 1 and not row.rounds for row in rows.values())
 
 
+@head_in_blocks
 @pytest.mark.parametrize("options", [{"bias": False}, {"padding": 3}], ids=str)
 def test_so_do_others(options: dict[str, Any]) -> None:
     Pair(partial(Words, **options), least()).train()
 
 
+@head_in_blocks
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_any_optimizer_in_windows_does(kind: Any) -> None:
     Pair(optimizer=kind).train()
 
 
+@head_in_blocks
 def test_a_frozen_weight_comes_in_blocks() -> None:
     def make() -> Words:
         model = Words()
@@ -113,6 +118,7 @@ def test_a_hook_keeps_its_gradient_whole() -> None:
     assert len(seen) == 2 and torch.equal(seen[0], seen[1])
 
 
+@head_in_blocks
 def test_a_tied_weight_comes_in_blocks() -> None:
     make = partial(Words, tied=True)
     assert least(make) < 0.6 * least(make, blocks=False)
@@ -138,6 +144,7 @@ def parts_in_turn(count: int) -> Any:
     return step
 
 
+@head_in_blocks
 @pytest.mark.parametrize(("count", "tied"), [(2, False), (3, True)])
 def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
     make, options = partial(Words, tied=tied), {"microbatches": count, "reduction": "mean"}
@@ -146,6 +153,7 @@ def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
     Pair(make, budget, **options).train(parts_in_turn(count))
 
 
+@head_in_blocks
 def test_gradients_of_micro_batches_accumulate() -> None:
     def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -167,6 +175,7 @@ def test_gradients_of_micro_batches_accumulate() -> None:
     Pair(budget=WORDS * 1024, **options).train(accumulated)
 
 
+@head_in_blocks
 def test_blocks_of_two_open_forwards() -> None:
     def twice(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -186,6 +195,7 @@ class WithLogits(Words):
         return F.cross_entropy(logits, then), logits
 
 
+@head_in_blocks
 def test_a_loss_may_come_with_logits() -> None:
     def first(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -223,6 +233,7 @@ def test_where_whole_weights_fit_they_are_whole() -> None:
     assert not pair.model.plan.row_blocks
 
 
+@head_in_blocks
 def test_gradients_accumulate() -> None:
     def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -235,6 +246,7 @@ def test_gradients_accumulate() -> None:
     Pair(budget=least(accumulate=True)).train(accumulated)
 
 
+@head_in_blocks
 def test_gradients_set_to_zero_are_added_to() -> None:
     pair = Pair(budget=least(accumulate=True))
     for seed in range(STEPS):
@@ -242,6 +254,7 @@ def test_gradients_set_to_zero_are_added_to() -> None:
     assert pair.model.plan.row_blocks
 
 
+@head_in_blocks
 def test_a_kept_gradient_is_not_overwritten() -> None:
     kept: list[Tensor] = []
 
@@ -255,6 +268,7 @@ def test_a_kept_gradient_is_not_overwritten() -> None:
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[2], kept[3]) and not torch.equal(kept[0], kept[2])
 
 
+@head_in_blocks
 def test_gradients_can_be_asked_for() -> None:
     pair = Pair()
     pair.train()
@@ -267,6 +281,7 @@ def test_gradients_can_be_asked_for() -> None:
     assert torch.equal(ours, theirs)
 
 
+@head_in_blocks
 def test_gradients_of_two_forwards_are_warned_of() -> None:
     pair = Pair()
     pair.train()
@@ -280,6 +295,7 @@ def test_gradients_of_two_forwards_are_warned_of() -> None:
     assert together > 2 * WORDS * 1024  # both large gradients, whole
 
 
+@head_in_blocks
 def test_evaluation_equals_eager() -> None:
     pair = Pair()
     pair.train(steps=2)
@@ -288,6 +304,7 @@ def test_evaluation_equals_eager() -> None:
     pair.train(steps=1)
 
 
+@head_in_blocks
 def test_clipping_and_saving(tmp_path: Any) -> None:
     def clipped(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
