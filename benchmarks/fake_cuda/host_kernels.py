@@ -108,7 +108,7 @@ def _returned(results: Any, tensors: list[tuple[Tensor, Tensor]]) -> Any:
     for there, value in tensors:
         is_new = there.numel() > 0 and not value.untyped_storage().nbytes()
         if there is not value and (is_new or there.shape != value.shape):  # it was empty, or the op has resized it
-            value.resize_(there.shape)
+            value.resize_(there.shape).as_strided_(there.shape, there.stride())  # dense, as all that ops make
             if not there.is_meta:
                 on_host(value).copy_(there)
     given = {id(there): value for there, value in tensors}

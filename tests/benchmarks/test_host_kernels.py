@@ -47,6 +47,10 @@ names = set()
 for mask in (None, torch.linspace(-2, 2, 24 * 24).view(24, 24)):
     for dtype in (torch.float32, torch.bfloat16):
         close(attention("cuda", dtype, mask), attention("cpu", torch.float32, mask), 1e-5 if dtype is torch.float32 else 1e-2)
+
+truths = torch.ones(2, 3, 4, 5, dtype=torch.bool).to(memory_format=torch.channels_last)
+for op in (torch.logical_and, torch.bitwise_and, torch.maximum):
+    assert op(truths.cuda(), truths.cuda()).stride() == op(truths, truths).stride() == truths.stride()
 print(*sorted(names))
 """
 DRAWS = """
