@@ -46,7 +46,7 @@ NAMES = {"cpu": "", DESCRIBED: "H200 as described"}
 
 
 def main() -> int:
-    """Run what is asked for, print a line for each training and a summary; 1 if one is wrong or over its budget."""
+    """Run what is asked for, print a line for each training and a summary; 1 if one failed, is wrong or over its budget."""
     parser = argparse.ArgumentParser(description="stock architectures under budgets, beside eager")
     parser.add_argument("--only", action="append", choices=list(ARCHITECTURES), help="run this one, again if need be")
     parser.add_argument("--library", choices=LIBRARIES)
@@ -68,7 +68,7 @@ def main() -> int:
     wanted = {name: [share for share in shares if (name, share) not in done] for name in names}
     found = run(wanted, given.device, given.jobs, given.seconds, record)
     print(*summary(found if given.quick else record.rows), sep="\n")
-    return int(any(row.verdict in ("wrong", "over") for row in found))
+    return int(any(row.verdict in ("failed", "wrong", "over") for row in found))
 
 
 class Record:

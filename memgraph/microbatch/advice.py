@@ -19,6 +19,7 @@ from ..capture.capture import capture
 from ..errors import CaptureError
 from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
+from ..profile.memory_meter import argument_nbytes, resident_bytes
 from ..system.device import unused_nbytes
 from ..tensors.loss_outputs import OutputSelector
 from .check_independence import require_row_independence
@@ -48,8 +49,10 @@ def _would_help(
     split = _split(module)
     if split is None:
         return False
+    held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    room = machine.budget - resident_bytes(held) - argument_nbytes(args, kwargs)
     try:
-        require_row_independence(split, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
+        require_row_independence(split, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2, room)
         parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False

@@ -1,6 +1,6 @@
 """Check that a batch may be split: each row of the result depends on its row alone, and scalars are means or sums.
 
-    require_row_independence(module, args, kwargs, room)     BatchNorm in training, x - x.mean(0)   ->   CaptureError
+    require_row_independence(module, args, kwargs, most)     BatchNorm in training, x - x.mean(0)   ->   CaptureError
 
 Forward runs on a few rows, and again with each row changed: only that row of the result may change. Forward also runs
 with each row repeated, and on as many rows as a micro-batch and the batch have: position and count must not matter.
@@ -9,6 +9,7 @@ No dimension has the number of rows, so a tensor that has as many rows as the ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -25,6 +26,7 @@ from ..graph.captured import Captured, Ref
 from ..graph.nodes import changed_storages, returned_values, storages
 from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy
+from ..report.tables import mb
 from ..tensors.pytree import Spec, flatten, unflatten
 from .deterministic_interpreter import DeterministicInterpreter
 from .microbatches import (
@@ -38,13 +40,21 @@ from .microbatches import (
     zero_if_empty,
 )  # fmt: skip
 
+LOG = logging.getLogger(__name__)
 Change = tuple[float, float]  # of the numbers in a row: factor and summand
 SLIGHT: Change = (0.75, 0.125)
 LARGE: Change = (100.0, 1.0)  # enough to become the largest of the batch
 
 
-def require_row_independence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: int) -> None:
-    """Raise if a call's batch may not be split. Run it only if that takes at most `room` bytes.
+def require_row_independence(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, room: int | None = None
+) -> None:
+    """Raise if a call's batch may not be split.
+
+    Args:
+        most: bytes that running a few rows may take; else nothing is run.
+        room: bytes that the budget leaves for it. Sizes that take more are captured and not run, and if a few rows do,
+            that is logged.
 
     Raises:
         CaptureError: the module changes buffers, rows depend on each other, or `reduction` does not fit a scalar.
@@ -52,15 +62,15 @@ def require_row_independence(module: nn.Module, args: tuple[Any, ...], kwargs: d
     if isinstance(module, MicroBatches):
         leaves, spec = flatten((args, kwargs))
         if len(microbatch_sizes(leaves, module._count)) > 1:
-            RowIndependenceCheck(module, leaves, spec, room).run()
+            RowIndependenceCheck(module, leaves, spec, most, most if room is None else min(most, room)).run()
     elif isinstance(module, ModuleProxy):
         kwargs = {key: value for key, value in kwargs.items() if key != "target"}
-        require_row_independence(module._module, args, kwargs, room)
+        require_row_independence(module._module, args, kwargs, most, room)
 
 
 class RowIndependenceCheck:
-    def __init__(self, module: MicroBatches, leaves: Sequence[Any], spec: Spec, room: int) -> None:
-        self.module, self.leaves, self.spec, self.room = module, leaves, spec, room
+    def __init__(self, module: MicroBatches, leaves: Sequence[Any], spec: Spec, most: int, room: int) -> None:
+        self.module, self.leaves, self.spec, self.most, self.room = module, leaves, spec, most, room
         self.batch, self.sizes = batch_size(leaves), microbatch_sizes(leaves, module._count)
         self.few = _unused_size([*module.parameters(), *module.buffers(), *leaves])
         self.name = type(module._module).__name__
@@ -70,14 +80,15 @@ class RowIndependenceCheck:
         step, doubled = self._capture(few), self._capture(2 * few)
         self._refuse_writes(step)
         self._refuse_shapes(step, doubled)
-        if not self._fits(doubled):
+        if self._nbytes(doubled, 2 * few) > self.most:
             return
+        self._log_excess(self._nbytes(doubled, 2 * few))
         self._refuse_dependent_rows(step)
         expected = self._outputs(step, range(few), draws=False)
         repeated = [_scalars(self._outputs(step, [row] * few, draws=False)) for row in range(few)]
         for size in sorted({few, 2 * few, *self.sizes, self.batch}):
             sized = {few: step, 2 * few: doubled}.get(size) or self._capture(size)
-            if self._fits(sized):
+            if size in (few, 2 * few) or self._nbytes(sized, size) <= self.room:
                 self._refuse_dependent_size(size, sized, expected, repeated)
             elif _ops(sized) != _ops(step):
                 raise self._size_error(size)
@@ -168,9 +179,18 @@ class RowIndependenceCheck:
             f"or {INSTEAD}"
         )
 
-    def _fits(self, step: Captured) -> bool:
+    def _nbytes(self, step: Captured, size: int) -> int:
+        """Return the bytes that running so many rows takes, with the rows."""
         trace = summarize(step.graph.graph)
-        return predict(trace, Machine(0)).peak - sum(op.nbytes for op in trace.ops if op.is_input) <= self.room
+        rows = sum(leaf.nbytes for leaf in self.leaves if is_batched(leaf, self.batch)) * size // self.batch
+        return predict(trace, Machine(0)).peak - sum(op.nbytes for op in trace.ops if op.is_input) + rows
+
+    def _log_excess(self, nbytes: int) -> None:
+        if nbytes > max(self.room, 0):
+            LOG.warning(
+                "planning goes beyond the budget: %d rows of %s are run to see whether a batch may be split, which "
+                "takes %s, and the budget leaves %s for it", 2 * self.few, self.name, mb(nbytes), mb(max(self.room, 0)),
+            )  # fmt: skip
 
     def _capture(self, size: int) -> Captured:
         with self._explained(size):

@@ -52,15 +52,16 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        request, blocks = _slices(where, options, cuts.extent), _blocks(call, where, options, cuts, state)
+        room = where.budget - state.resident_nbytes() - argument_nbytes(call.args, call.kwargs)
+        request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state, room)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
             if made := step_at_length(call, call.general, where, state, options, numbered):
                 with capturing(module):
-                    require_row_independence(module, call.args, call.kwargs, unused_nbytes(where.device) // 2)
+                    _require_row_independence(call, where.device, room)
                 return made
-        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
+        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device, room)
         if known is None:
             gc.collect()  # the traces that were made on the way are cycles, and hold constants of the module
         captured = in_slices(captured, request, partial(state.with_update, captured=captured))
@@ -84,19 +85,21 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
     return SliceRequest(None if options.plans else options.slices, saved, target.budget, target.device, extent)
 
 
-def _blocks(call: Call, target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState) -> BlockRequest:
+def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState, room: int) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
     if target.tier is None or options.cuda_graphs is True or state.whole_reason is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    room = target.budget - state.resident_nbytes() - argument_nbytes(call.args, call.kwargs)
-    trials = BlockTrials(room)
-    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=trials)
+    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=BlockTrials(room))
 
 
-def captured_call(call: Call, device: torch.device) -> Captured:
-    """Capture a call.
+def _require_row_independence(call: Call, device: torch.device, room: int) -> None:
+    require_row_independence(call.module, call.args, call.kwargs, unused_nbytes(device) // 2, room)
+
+
+def captured_call(call: Call, device: torch.device, room: int) -> Captured:
+    """Capture a call; the budget leaves `room` bytes for what has to be run before.
 
     Raises:
         CaptureError: it can't be captured, or its tensors are on several devices.
@@ -104,7 +107,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
     module, args, kwargs = call.module, call.args, call.kwargs
     try:
         with capturing(module):
-            require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
+            _require_row_independence(call, device, room)
             measure = partial(_peak_nbytes, device=device)
             captured = _general(call, measure) or capture(
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs, measure=measure,
