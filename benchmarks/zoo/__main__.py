@@ -46,7 +46,7 @@ NAMES = {"cpu": "", DESCRIBED: "H200 as described"}
 
 
 def main() -> int:
-    """Run what is asked for, print a line for each training and a summary; 1 if one failed, is wrong or over its budget."""
+    """Run what is asked for, print a line for each training and a summary; 1 if one failed, is wrong or over budget."""
     parser = argparse.ArgumentParser(description="stock architectures under budgets, beside eager")
     parser.add_argument("--only", action="append", choices=list(ARCHITECTURES), help="run this one, again if need be")
     parser.add_argument("--library", choices=LIBRARIES)

@@ -8,7 +8,7 @@ Nothing is measured within a step, whose bytes are planned: what was not measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -56,27 +56,34 @@ def launch(
 
 def best_config(kernel: str, device: torch.device, nbytes: int) -> LaunchConfig | None:
     """Return the fastest config for so many bytes, as far as it was measured."""
-    table = _tuned.get(_key(kernel, device)) if device.type == "cuda" else None
-    if not table:
-        return None
-    return table[max((size for size in table if size <= nbytes), default=min(table))]
-
-
-def tune(kernel: str, device: torch.device, trial: TrialFactory) -> ConfigTable:
-    """Measure the fastest config for each of a few sizes, once; on a CPU there is nothing to choose."""
     if device.type != "cuda":
+        return None
+    keys = (_key(kernel, device, SIZES[:count]) for count in range(len(SIZES), 0, -1))
+    table = next((_tuned[key] for key in keys if key in _tuned), {})
+    return table[max((size for size in table if size <= nbytes), default=min(table))] if table else None
+
+
+def tune(kernel: str, device: torch.device, trial: TrialFactory, room: int | None = None) -> ConfigTable:
+    """Measure the fastest config for each of a few sizes, once; on a CPU there is nothing to choose.
+
+    Args:
+        room: bytes of the device that measuring may use. Sizes that do not fit twice are left out.
+    """
+    sizes = tuple(nbytes for nbytes in SIZES if room is None or 2 * nbytes <= room)
+    if device.type != "cuda" or not sizes:
         return {}
-    return measure_once(_tuned, _key(kernel, device), partial(_measure, device, trial), _from_json, _to_json)
+    measure = partial(_measure, device, trial, sizes)
+    return measure_once(_tuned, _key(kernel, device, sizes), measure, _from_json, _to_json)
 
 
-def _key(kernel: str, device: torch.device) -> str:
+def _key(kernel: str, device: torch.device, sizes: Sequence[int]) -> str:
     # "cuda" means the current device, and tensors know its number.
     number = torch.cuda.current_device() if device.index is None else device.index
-    return f"config {kernel} {SIZES} {CONFIGS} {device.type}:{number} {environment_key(device)}"
+    return f"config {kernel} {sizes} {CONFIGS} {device.type}:{number} {environment_key(device)}"
 
 
-def _measure(device: torch.device, trial: TrialFactory) -> ConfigTable:
-    return {nbytes: _fastest(device, nbytes, trial) for nbytes in SIZES}
+def _measure(device: torch.device, trial: TrialFactory, sizes: Sequence[int]) -> ConfigTable:
+    return {nbytes: _fastest(device, nbytes, trial) for nbytes in sizes}
 
 
 def _fastest(device: torch.device, nbytes: int, trial: TrialFactory) -> LaunchConfig | None:

@@ -42,14 +42,14 @@ def cast_by(config: LaunchConfig, x: Tensor, dtype: torch.dtype) -> Tensor:
     return copy
 
 
-def tune_cast(device: torch.device, fallback: Callable[[Tensor], Tensor]) -> ConfigTable:
-    """Find what casts float32 to bfloat16 fastest: `fallback` or one of the kernel's shapes."""
+def tune_cast(device: torch.device, fallback: Callable[[Tensor], Tensor], room: int | None = None) -> ConfigTable:
+    """Find what casts float32 to bfloat16 fastest, in `room` bytes: `fallback` or one of the kernel's shapes."""
 
     def trial(nbytes: int, config: LaunchConfig | None) -> Callable[[], object]:
         x = torch.zeros(nbytes // 4, device=device)
         return partial(fallback, x) if config is None else partial(cast_by, config, x, torch.bfloat16)
 
-    return tune("cast", device, trial)
+    return tune("cast", device, trial, room)
 
 
 @triton.jit

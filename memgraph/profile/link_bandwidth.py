@@ -112,7 +112,7 @@ def measure_host(device: torch.device, room: int | None = None) -> Links:
 def measure_casts(device: torch.device, room: int | None = None) -> Links:
     """Return the speed of the casts before an offload and after a reload, by the bytes of the uncast value.
 
-    On a GPU this also tunes the kernel that later steps use, whatever room there is.
+    On a GPU this also tunes the kernel that later steps use.
 
     Args:
         room: bytes of the device that measuring may use. Larger values are left out; if none fits, the speed is
@@ -121,7 +121,7 @@ def measure_casts(device: torch.device, room: int | None = None) -> Links:
     if device.type == "cuda":
         from ..kernels.cast import tune_cast  # here, for the reason in `wire_cast.py`
 
-        tune_cast(device, narrow)
+        tune_cast(device, narrow, room)
     sizes = _within(None if room is None else room // 3)  # the value, its cast, and that cast back
     key = f"cast {sizes} {device} {environment_key(device)}"
     return _measure_once(key, lambda: _measure_casts(device, sizes)) if sizes else _guessed(CAST_US)

@@ -113,6 +113,24 @@ def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.Monk
     assert best_config("cast", GPU, 17 << 20) == CONFIGS[-1]
 
 
+def test_sizes_that_have_no_room_are_left_out_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(autotune, "environment_key", str)
+    monkeypatch.setattr(autotune, "shortest_us", lambda run, device: run())
+    tried: list[int] = []
+
+    def trial(nbytes: int, config: LaunchConfig | None) -> Any:
+        tried.append(nbytes)
+        return lambda: 1.0 if config == CONFIGS[nbytes > 1 << 20] else 2.0
+
+    assert tune("cast", GPU, trial, 100_000) == {} and best_config("cast", GPU, 1 << 20) is None
+    tune("cast", GPU, trial, 2 << 20)
+    assert max(tried) == 1 << 20 and best_config("cast", GPU, 16 << 20) == CONFIGS[0]
+    tune("cast", GPU, trial)
+    tune("cast", GPU, pytest.fail, 2 << 20)  # type: ignore[arg-type]
+    assert best_config("cast", GPU, 16 << 20) == CONFIGS[1]
+
+
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements for "cuda" are found for tensors, whose device has an index."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
