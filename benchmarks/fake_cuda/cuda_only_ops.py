@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import recurrent_ops
 from .host_draws import drawing, next_seed
 from .host_tensors import OnHost
 
@@ -175,6 +176,16 @@ def _histogram(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return counts.to(x.dtype)
 
 
+def _flat_weights(weights: Sequence[Tensor], *args: Any) -> Tensor:
+    """Return the weights of recurrent layers as one tensor; here they stay tensors of their own."""
+    return torch.cat([weight.reshape(-1) for weight in weights])
+
+
+def _uses_no_library(*args: Any) -> bool:
+    """Leave a CTC loss to torch's own kernels, as CUDA does for targets of int64."""
+    return False
+
+
 CUDA_ONLY: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
@@ -185,6 +196,13 @@ CUDA_ONLY: dict[str, Callable[..., Any]] = {
     "cudnn_batch_norm": _cudnn_batch_norm,
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
     "histc": _histogram,
+    **dict.fromkeys(("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor"), _uses_no_library),
+    **dict.fromkeys(("_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"), _uses_no_library),
+    "_cudnn_rnn": recurrent_ops.forward,
+    "_cudnn_rnn_backward": recurrent_ops.backward,
+    "_cudnn_rnn_flatten_weight": _flat_weights,
+    "_thnn_fused_lstm_cell": recurrent_ops.cell,
+    "_thnn_fused_lstm_cell_backward_impl": recurrent_ops.cell_backward,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
 }

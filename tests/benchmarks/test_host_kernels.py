@@ -34,6 +34,37 @@ for make in (
 ):
     close(gradients(make, x, "cuda"), gradients(make, x, "cpu"), 1e-5)
 
+def recurrent(kind, device, packed):
+    torch.manual_seed(0)
+    layers = kind(96, 32, 2, batch_first=True, bidirectional=True).to(device)
+    there = x.detach().clone().to(device).requires_grad_()
+    given = nn.utils.rnn.pack_padded_sequence(there, torch.tensor([8, 5]), batch_first=True) if packed else there
+    result = layers(given)[0]
+    (result.data if packed else result).square().sum().backward()
+    return [there.grad, *(parameter.grad for parameter in layers.parameters())]
+
+for kind in (nn.LSTM, nn.GRU, nn.RNN):
+    for packed in (False, True):
+        close(recurrent(kind, "cuda", packed), recurrent(kind, "cpu", packed), 1e-5)
+
+def cells(device):
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(96, 32).to(device)
+    hidden, memory = cell(x[0].to(device))
+    hidden, memory = cell(x[1].to(device), (hidden, memory))
+    (hidden * memory).square().sum().backward()
+    return [parameter.grad for parameter in cell.parameters()]
+
+close(cells("cuda"), cells("cpu"), 1e-5)
+
+def ctc(device):
+    logits = torch.linspace(-1, 1, 60).view(6, 2, 5).to(device).requires_grad_()
+    lengths = torch.tensor([6, 5]), torch.tensor([2, 1])
+    F.ctc_loss(logits.log_softmax(-1), torch.tensor([[1, 2], [3, 4]], device=device), *lengths).backward()
+    return [logits.grad]
+
+close(ctc("cuda"), ctc("cpu"), 1e-5)
+
 def attention(device, dtype, mask):
     torch.manual_seed(0)
     tensors = [torch.randn(2, heads, 24, 32).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
@@ -112,6 +143,27 @@ for _ in range(4):
 assert compiled.plan.machine.link.out > 0, "no link was measured"
 print(70_000_000 < allocator.most <= 71_500_000)
 """
+PART = """
+import torch
+from torch import nn
+import memgraph
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LSTM(64, 64, batch_first=True, bidirectional=True)
+
+    def forward(self, x):
+        given = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([8, 5]), batch_first=True)
+        return self.layers(given)[1][0]
+
+torch.manual_seed(0)
+compiled = memgraph.compile(nn.Sequential(Packed(), nn.Tanh()).cuda(), "1GB", loss=lambda y: y.square().mean())
+for _ in range(3):
+    compiled(torch.randn(2, 8, 64, device="cuda")).backward()
+    compiled.zero_grad()
+print(compiled.plan.opaque[0].path, compiled.plan.measured <= compiled.plan.peak)
+"""
 WORKSPACES = """
 import torch
 from memgraph.profile.library_workspaces import libraries_nbytes
@@ -157,6 +209,10 @@ def test_draws_follow_the_generator_and_graphs_run_when_they_are_launched() -> N
 
 def test_large_results_are_allocated_and_not_computed_where_only_shapes_are_wanted() -> None:
     assert run("--shapes", "-c", SHAPES) == "32768 34\n"  # with a workspace, in a block of 34 MiB
+
+
+def test_a_part_that_runs_as_it_is_is_measured_without_what_an_earlier_backward_still_holds() -> None:
+    assert run("-c", PART) == "0 True\n"
 
 
 def test_workspaces_of_libraries_have_segments_of_their_size() -> None:
