@@ -200,6 +200,7 @@ CUDA_ONLY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"), _uses_no_library),
     "_cudnn_rnn": recurrent_ops.forward,
     "_cudnn_rnn_backward": recurrent_ops.backward,
+    "_cudnn_init_dropout_state": recurrent_ops.dropout_state,
     "_cudnn_rnn_flatten_weight": _flat_weights,
     "_thnn_fused_lstm_cell": recurrent_ops.cell,
     "_thnn_fused_lstm_cell_backward_impl": recurrent_ops.cell_backward,

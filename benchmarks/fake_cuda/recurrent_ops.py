@@ -5,7 +5,7 @@ _cudnn_rnn_backward(x, ..., gradient)  ->   the same forward again, differentiat
 
 _thnn_fused_lstm_cell(gates, ...)      ->   the new state, and the gates for backward
 
-Dropout between cuDNN's layers draws from a state of its own; it is not computed here.
+What dropout between cuDNN's layers draws follows the device's generator here, and a state of its own there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .host_draws import drawing, next_seed
 
 MODES = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)  # by cuDNN's numbers
 LSTM = 2
@@ -32,20 +34,27 @@ class Recurrent:
     layers: int
     batch_first: bool
     dropout: float
+    seed: int  # of what dropout draws
     trains: bool
     bidirectional: bool
     batch_sizes: Sequence[int]
 
     def __call__(self, x: Tensor, hidden: Tensor, cell: Tensor | None) -> tuple[Tensor, ...]:
         """Return the output, and the last state of each layer: hidden, and cell of an LSTM."""
-        if self.dropout and self.trains and self.layers > 1:
-            raise NotImplementedError("dropout between cuDNN's recurrent layers is not computed by the host")
         state = (hidden, cell) if self.mode == LSTM else hidden
-        layers = list(self.weights), self.weights_of_layer > 2, self.layers, 0.0, self.trains, self.bidirectional
+        layers = (
+            list(self.weights),
+            self.weights_of_layer > 2,
+            self.layers,
+            self.dropout,
+            self.trains,
+            self.bidirectional,
+        )
         run: Callable[..., tuple[Tensor, ...]] = MODES[self.mode]
-        if self.batch_sizes:
-            return run(x, torch.tensor(self.batch_sizes), state, *layers)
-        return run(x, state, *layers, self.batch_first)
+        with drawing(self.seed):
+            if self.batch_sizes:
+                return run(x, torch.tensor(self.batch_sizes), state, *layers)
+            return run(x, state, *layers, self.batch_first)
 
 
 def forward(
@@ -53,9 +62,10 @@ def forward(
     mode: int, width: int, projected: int, layers: int, batch_first: bool, dropout: float, trains: bool,
     bidirectional: bool, batch_sizes: Sequence[int], draws: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    run = Recurrent(weights, of_layer, mode, layers, batch_first, dropout, trains, bidirectional, batch_sizes)
+    seed = next_seed() if dropout and trains else 0
+    run = Recurrent(weights, of_layer, mode, layers, batch_first, dropout, seed, trains, bidirectional, batch_sizes)
     output, *state = (each.detach() for each in _outside(lambda: run(x, hidden, cell)))
-    reserve = torch.empty(0, dtype=torch.uint8)
+    reserve = torch.tensor([seed]).view(torch.uint8)
     flat = torch.cat([each.reshape(-1) for each in weights]) if flat is None else flat
     return output, state[0], state[1] if mode == LSTM else torch.empty(0), reserve, flat
 
@@ -66,10 +76,12 @@ def backward(
     projected: int, layers: int, batch_first: bool, dropout: float, trains: bool, bidirectional: bool,
     batch_sizes: Sequence[int], draws: Tensor | None, reserve: Tensor, wanted: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
+    facts = batch_first, dropout, int(reserve.view(torch.int64)), trains, bidirectional, batch_sizes
+
     def run() -> list[Tensor | None]:
         x_, hidden_, *weights_ = (each.detach().requires_grad_() for each in (x, hidden, *weights))
         cell_ = None if cell is None else cell.detach().requires_grad_()
-        again = Recurrent(weights_, of_layer, mode, layers, batch_first, dropout, trains, bidirectional, batch_sizes)
+        again = Recurrent(weights_, of_layer, mode, layers, *facts)
         given = zip(again(x_, hidden_, cell_), (of_output, of_hidden, of_cell), strict=False)
         pairs = [(result, gradient) for result, gradient in given if gradient is not None]
         inputs = [x_, hidden_, *([] if cell_ is None else [cell_]), *weights_]
@@ -80,6 +92,10 @@ def backward(
     of_first_cell = None if cell is None else rest.pop(0)
     of_weights = [torch.zeros_like(each) if found is None else found for each, found in zip(weights, rest, strict=True)]
     return of_x, of_first, of_first_cell, of_weights if wanted[3] else []
+
+
+def dropout_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def _outside(run: Callable[[], Any]) -> Any:
