@@ -37,7 +37,7 @@ def backward_peak(
     if any(isinstance(node, BackwardCFunction) for node in reachable_nodes([output.grad_fn for output in outputs])):
         return None
     roots = [(output, form) for output, form in zip(outputs, tangents, strict=True) if form is not None]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     with mode:
         given = [empty(form, output.device) for output, form in roots if form is not None]
     for tensor in given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.capture.capture import capture
+from memgraph.planning.attempts import refusal
 from passes import Stream
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.counted_guards import Branching
@@ -276,6 +278,28 @@ def test_the_budget_that_it_names_is_enough_for_the_step_too() -> None:
         memgraph.compile(Checked(), 1_200_000)(x)
     result = memgraph.compile(Checked(), caught.value.smallest)(x)
     result.square().mean().backward()
+
+
+def test_workspaces_of_libraries_count_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers(x)
+            return y.nan_to_num() if y.isnan().any() else y
+
+    def needed() -> int:
+        with pytest.raises(memgraph.BudgetError) as caught:
+            memgraph.compile(Checked(), 1_200_000)(torch.randn(1024, 64))
+        found = re.search(r"to find them, which takes (\d+)", str(caught.value))
+        assert found is not None
+        return int(found[1])
+
+    before = needed()
+    monkeypatch.setattr(refusal, "libraries_nbytes", lambda device: 10_000)
+    assert needed() == before + 10_000
 
 
 def flags() -> list[Tensor]:
