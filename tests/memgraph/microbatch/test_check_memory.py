@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ class Filter(nn.Module):
 
 
 # Each room is less than the check once took without a warning; the rows of the last batch alone take 1.6 MB.
-CHECKS = (
+CHECKS: tuple[tuple[Callable[[], nn.Module], Callable[[], Tensor], str | None, int], ...] = (
     (Logits, lambda: torch.randint(64, (64, 16)), None, 8_600_000),
     (Filter, lambda: torch.randn(64, 3, 16, 16), "mean", 2_560_000),
     (lambda: nn.Linear(256, 256), lambda: torch.randn(200, 8, 256), None, 760_000),
