@@ -10,6 +10,8 @@ No dimension has the number of rows, so a tensor that has as many rows as the ba
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -26,6 +28,7 @@ from ..graph.captured import Captured, Ref
 from ..graph.nodes import changed_storages, returned_values, storages
 from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy
+from ..profile.memory_meter import measure_peak, resident_bytes
 from ..report.tables import mb
 from ..tensors.pytree import Spec, flatten, unflatten
 from .deterministic_interpreter import DeterministicInterpreter
@@ -74,6 +77,7 @@ class RowIndependenceCheck:
         self.batch, self.sizes = batch_size(leaves), microbatch_sizes(leaves, module._count)
         self.few = _unused_size([*module.parameters(), *module.buffers(), *leaves])
         self.name = type(module._module).__name__
+        self.times, self.beside = 1.0, 0  # of the forecast of forward; bytes of comparisons
 
     def run(self) -> None:
         few = self.few
@@ -82,7 +86,9 @@ class RowIndependenceCheck:
         self._refuse_shapes(step, doubled)
         if self._nbytes(doubled, 2 * few) > self.most:
             return
-        self._log_excess(self._nbytes(doubled, 2 * few))
+        if not self._log_excess(self._nbytes(doubled, 2 * few)):
+            self._measure(step)
+            self._log_excess(self._nbytes(doubled, 2 * few))
         self._refuse_dependent_rows(step)
         expected = self._outputs(step, range(few), draws=False)
         repeated = [_scalars(self._outputs(step, [row] * few, draws=False)) for row in range(few)]
@@ -127,13 +133,16 @@ class RowIndependenceCheck:
     def _refuse_dependent_rows(self, step: Captured) -> None:
         """Raise if a row affects another row, or if its effect on a scalar depends on other rows."""
         rows = range(self.few)
-        drawn, expected = (self._outputs(step, rows, draws=draws) for draws in (True, False))
-        for row in rows:
-            self._refuse_effect(row, drawn, self._outputs(step, rows, (row,)))
-            self._refuse_effect(row, expected, self._outputs(step, rows, (row,), LARGE, draws=False))
-        changes = (self._outputs(step, rows, changed) for changed in ((0,), (1,), (0, 1)))
-        for before, first, second, both in zip(drawn, *changes, strict=True):
-            if not before.dim() and self.module._reduction and not _is_close(before + both, first + second):
+        for change, draws in ((LARGE, False), (SLIGHT, True)):  # in turn, as results may be large
+            before = self._outputs(step, rows, draws=draws)
+            for row in rows:
+                self._refuse_effect(row, before, self._outputs(step, rows, (row,), change, draws=draws))
+        scalars = _scalars(before) if self.module._reduction else {}
+        del before
+        changes = [_scalars(self._outputs(step, rows, changed)) for changed in ((0,), (1,), (0, 1))]
+        for place, scalar in scalars.items():
+            first, second, both = (change[place] for change in changes)
+            if not _is_close(scalar + both, first + second):
                 raise self._reduction_error()
 
     def _refuse_effect(self, row: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
@@ -179,23 +188,54 @@ class RowIndependenceCheck:
             f"or {INSTEAD}"
         )
 
+    def _measure(self, step: Captured) -> None:
+        """Run a few rows, and see how much more that takes than forecast, and how much comparing results takes."""
+        forecast = self._nbytes(step, self.few)
+        device = next(leaf.device for leaf in self.leaves if is_batched(leaf, self.batch))
+        outputs, forward = measure_peak(lambda: self._outputs(step, range(self.few), draws=False), device)
+        _, comparison = measure_peak(lambda: [_is_close(each, each) for each in outputs], device)
+        if forward is not None and forecast:
+            self.times = max(1.0, forward.peak / forecast)
+        self.beside = resident_bytes(outputs) + (comparison.peak if comparison is not None else 0)
+
     def _nbytes(self, step: Captured, size: int) -> int:
-        """Return the bytes that running so many rows takes, with the rows."""
+        """Return the bytes that running so many rows takes, with the rows and comparisons."""
         trace = summarize(step.graph.graph)
         rows = sum(leaf.nbytes for leaf in self.leaves if is_batched(leaf, self.batch)) * size // self.batch
-        return predict(trace, Machine(0)).peak - sum(op.nbytes for op in trace.ops if op.is_input) + rows
+        forward = predict(trace, Machine(0)).peak - sum(op.nbytes for op in trace.ops if op.is_input)
+        return math.ceil(self.times * (forward + rows)) + self.beside
 
-    def _log_excess(self, nbytes: int) -> None:
-        if nbytes > max(self.room, 0):
+    def _log_excess(self, nbytes: int) -> bool:
+        """Log that running a few rows exceeds the budget, if it does."""
+        exceeds = nbytes > max(self.room, 0)
+        if exceeds:
             LOG.warning(
                 "planning goes beyond the budget: %d rows of %s are run to see whether a batch may be split, which "
                 "takes %s, and the budget leaves %s for it", 2 * self.few, self.name, mb(nbytes), mb(max(self.room, 0)),
             )  # fmt: skip
+        return exceeds
 
     def _capture(self, size: int) -> Captured:
         with self._explained(size):
             module = _SummedScalars(self.module._module, size, self.module._reduction)
-            return capture(module, *self._call(range(size)), grad=False)
+            return capture(module, *self._first(size), grad=False)
+
+    def _first(self, size: int) -> Any:
+        """Return a call on so many rows for a capture: views of the first ones, as copies may exceed the budget.
+
+        A tensor that shares memory or is not contiguous is copied, for the graph will run on copies.
+        """
+        owned = *self.module.parameters(), *self.module.buffers(), *self.leaves
+        users = Counter(each.untyped_storage()._cdata for each in owned if isinstance(each, Tensor))
+
+        def rows(leaf: Any) -> Any:
+            if not is_batched(leaf, self.batch):
+                return leaf
+            if size > self.batch or not leaf.is_contiguous() or users[leaf.untyped_storage()._cdata] > 1:
+                return _select(leaf, range(size), (), SLIGHT)
+            return leaf.detach()[:size].requires_grad_(leaf.requires_grad)
+
+        return unflatten(list(map(rows, self.leaves)), self.spec)
 
     def _call(self, rows: Sequence[int], changed: Sequence[int] = (), change: Change = SLIGHT) -> Any:
         leaves = [
@@ -282,6 +322,8 @@ def _select(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], change: C
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
+    if torch.equal(first, second) or not first.is_floating_point():
+        return torch.equal(first, second)
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
@@ -289,7 +331,7 @@ def _is_close(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors differ only by rounding, relative to the largest number in them."""
     if not first.is_floating_point():
         return _is_equal(first, second)
-    finite = first.detach()[first.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    differs = ~(first - second).abs().le(torch.finfo(first.dtype).eps ** 0.5 * (1.0 + largest))
+    # Indices of the finite numbers would take several times as many bytes as the numbers.
+    largest = float(first.detach().where(first.isfinite(), 0.0).abs_().max()) if first.numel() else 0.0
+    differs = (first - second).abs_().le(torch.finfo(first.dtype).eps ** 0.5 * (1.0 + largest)).logical_not_()
     return _is_equal(first[differs], second[differs])

@@ -110,7 +110,7 @@ class Pricing:
         lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
         trace, target, options = lowering.shared(), step.target, self.options
         with step.ranks.reporting_errors():
-            sizes = sizes_of(trace)
+            sizes = sizes_of(trace, machine.budget)
             links = target.tier, target.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
             machine = measure_links(machine, *links, rates_room(profiler.room, target.budget))
             if options.cuda_graphs is not True:  # offloading state is work of the host, which no recording repeats

@@ -7,6 +7,7 @@ Measured at first use, with the copies of a step, and cached.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,9 +62,15 @@ Links = tuple[Link, Link]  # out, back
 _known: dict[str, Links] = {}
 
 
-def sizes_of(trace: Trace) -> list[int]:
-    """Return the bytes of each value that may be offloaded: made by forward, and read by backward."""
-    return [nbytes for nbytes in trace.saved.values() if nbytes]
+def sizes_of(trace: Trace, budget: float = math.inf) -> list[int]:
+    """Return the bytes of each value that may be offloaded: made by forward, and read by backward.
+
+    If the inputs of the step are more than the budget, parameters have to be offloaded too. They may be much larger
+    than what is made of a small batch, and larger copies are faster.
+    """
+    inputs = [op for op in trace.ops if op.is_input]
+    streamed = [op for op in inputs if op.fn == "parameter"] if sum(op.nbytes for op in inputs) > budget else []
+    return [nbytes for nbytes in (*trace.saved.values(), *(op.nbytes for op in streamed)) if nbytes]
 
 
 def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:

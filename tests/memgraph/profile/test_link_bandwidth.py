@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-from memgraph.profile import link_bandwidth
-from memgraph.profile.link_bandwidth import Links, measure_casts, measure_disk, measure_host
+import memgraph
+from memgraph.profile import link_bandwidth, machine_profile
+from memgraph.profile.copy_overhead import CopyOverhead
+from memgraph.profile.link_bandwidth import Link, Links, measure_casts, measure_disk, measure_host
 from memgraph.system.device import CPU
 
 KB, MB = 1 << 10, 1 << 20
@@ -46,6 +51,21 @@ def test_so_are_casts(copied: list[int]) -> None:
 
     assert sizes(measure_casts(CPU, 12 * MB)) == [256 * KB, 4 * MB]
     assert sizes(measure_casts(CPU, 800 * KB)) == [256 * KB]
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+def test_a_model_beyond_the_budget_has_the_rate_of_its_parameters(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is slow to answer, small copies have a ninth of the rate of large ones."""
+    link = Link(((256 * KB, 5000.0), (4 * MB, 9000.0), (32 * MB, 40000.0)))
+    monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (link, link))
+    monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda *_: CopyOverhead())
+    model, x = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))), torch.randn(16, 1024)
+    budget = round(share * 16 * MB)
+    plan = memgraph.plan(model, x, target=x, loss=F.mse_loss, budget=budget, time_limit=0.1, offload="disk")
+    large, small = link.rate([4 * MB]), link.rate([64 * KB])
+    assert plan.machine.link.back > 0.8 * large if share < 1 else plan.machine.link.back < 1.1 * small
 
 
 @pytest.mark.parametrize("room", [100 * KB, 0, -1])
