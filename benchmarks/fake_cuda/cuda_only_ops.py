@@ -176,11 +176,6 @@ def _histogram(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return counts.to(x.dtype)
 
 
-def _flat_weights(weights: Sequence[Tensor], *args: Any) -> Tensor:
-    """Return the weights of recurrent layers as one tensor; here they stay tensors of their own."""
-    return torch.cat([weight.reshape(-1) for weight in weights])
-
-
 def _uses_no_library(*args: Any) -> bool:
     """Leave a CTC loss to torch's own kernels, as CUDA does for targets of int64."""
     return False
@@ -201,7 +196,7 @@ CUDA_ONLY: dict[str, Callable[..., Any]] = {
     "_cudnn_rnn": recurrent_ops.forward,
     "_cudnn_rnn_backward": recurrent_ops.backward,
     "_cudnn_init_dropout_state": recurrent_ops.dropout_state,
-    "_cudnn_rnn_flatten_weight": _flat_weights,
+    "_cudnn_rnn_flatten_weight": recurrent_ops.flat_weights,
     "_thnn_fused_lstm_cell": recurrent_ops.cell,
     "_thnn_fused_lstm_cell_backward_impl": recurrent_ops.cell_backward,
     "_fused_rms_norm": _rms_norm,

@@ -66,7 +66,7 @@ def forward(
     run = Recurrent(weights, of_layer, mode, layers, batch_first, dropout, seed, trains, bidirectional, batch_sizes)
     output, *state = (each.detach() for each in _outside(lambda: run(x, hidden, cell)))
     reserve = torch.tensor([seed]).view(torch.uint8)
-    flat = torch.cat([each.reshape(-1) for each in weights]) if flat is None else flat
+    flat = flat_weights(weights) if flat is None else flat
     return output, state[0], state[1] if mode == LSTM else torch.empty(0), reserve, flat
 
 
@@ -92,6 +92,11 @@ def backward(
     of_first_cell = None if cell is None else rest.pop(0)
     of_weights = [torch.zeros_like(each) if found is None else found for each, found in zip(weights, rest, strict=True)]
     return of_x, of_first, of_first_cell, of_weights if wanted[3] else []
+
+
+def flat_weights(weights: Sequence[Tensor], *args: Any) -> Tensor:
+    """Return the weights of recurrent layers as one tensor; here they stay tensors of their own."""
+    return torch.cat([weight.reshape(-1) for weight in weights])
 
 
 def dropout_state(*args: Any, **kwargs: Any) -> Tensor:
