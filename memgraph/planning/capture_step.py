@@ -23,7 +23,7 @@ from ..graph.gradient_sums import with_sums_in_place
 from ..guards.signature import parameters_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
-from ..profile.library_workspaces import libraries_nbytes
+from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, measure_peak
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
@@ -53,8 +53,8 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        room = where.budget - state.resident_nbytes() - libraries_nbytes(where.device)
-        room -= argument_nbytes(call.args, call.kwargs)
+        batch_nbytes = argument_nbytes(call.args, call.kwargs)
+        room = room_nbytes(where.budget, where.device, state.resident_nbytes(), batch_nbytes)
         request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state, room)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):

@@ -21,7 +21,7 @@ from ..options.compile_options import CompileOptions
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
-from ..profile.measuring_room import rates_room, room_nbytes
+from ..profile.measuring_room import batch_nbytes, rates_room, room_nbytes
 from ..profile.op_profiler import OpProfiler, kernel_modes_text
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
@@ -125,7 +125,7 @@ def op_profiler(
     progress: Progress | None = None,
 ) -> OpProfiler:  # fmt: skip
     """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
-    room = room_nbytes(inputs, state.resident_nbytes() + libraries_nbytes(target.device), target.budget)
+    room = room_nbytes(target.budget, target.device, state.resident_nbytes(), batch_nbytes(inputs))
     counted = progress.done if progress is not None else int
     modes = kernel_modes_text()
     return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from ..graph.nodes import tensors
+from .library_workspaces import libraries_nbytes
 from .memory_meter import resident_bytes
 
 
-def room_nbytes(inputs: Iterable[fx.Node], resident_nbytes: int, budget: int) -> int:
+def room_nbytes(budget: int, device: torch.device, resident_nbytes: int, batch_nbytes: int) -> int:
     """Return the bytes that a budget leaves now, while nothing of the step exists but its batch.
 
+    Workspaces of libraries are there too, from the first call of this on.
+
     Args:
-        resident_nbytes: of the module, its gradients, its optimizer and libraries that are on the device now.
+        resident_nbytes: of the module, its gradients and its optimizer that are on the device now.
     """
-    batch = [node for node in inputs if node.meta["kind"] == "input"]
-    return budget - resident_nbytes - resident_bytes(value for node in batch for value in tensors(node))
+    return budget - resident_nbytes - libraries_nbytes(device) - batch_nbytes
+
+
+def batch_nbytes(inputs: Iterable[fx.Node]) -> int:
+    """Return the bytes of a step's batch, by the nodes of its inputs."""
+    batch = (node for node in inputs if node.meta["kind"] == "input")
+    return resident_bytes(value for node in batch for value in tensors(node))
 
 
 def rates_room(room: int | None, budget: int) -> int | None:

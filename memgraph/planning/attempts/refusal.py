@@ -17,7 +17,7 @@ from passes.slices.whole_weight import WholeWeight, reason_lines
 
 from ...errors import BudgetError
 from ...microbatch.advice import suggest_microbatches
-from ...profile.library_workspaces import libraries_nbytes
+from ...profile.measuring_room import room_nbytes
 from ...profile.memory_meter import argument_nbytes
 from ...system.locks import capturing
 from ..step_graph import Call, StepGraph
@@ -63,8 +63,8 @@ def refuse_value_run(
         BudgetError: the plain forward, which had to run for values that Python asks for, needs more than the budget.
     """
     nbytes, budget = graph.captured.value_run_nbytes, graph.target.budget
-    libraries = libraries_nbytes(graph.target.device)
-    forward = nbytes + resident_nbytes + libraries + argument_nbytes(call.args, call.kwargs)
+    batch_nbytes = argument_nbytes(call.args, call.kwargs)
+    forward = nbytes + budget - room_nbytes(budget, graph.target.device, resident_nbytes, batch_nbytes)
     if nbytes and forward > budget:
         needed = needed_nbytes(forward)
         step = f", and the step {needed}" if needed > forward else ""

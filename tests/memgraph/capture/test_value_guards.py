@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.capture.capture import capture
-from memgraph.planning.attempts import refusal
+from memgraph.profile import measuring_room
 from passes import Stream
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.counted_guards import Branching
@@ -298,7 +298,7 @@ def test_workspaces_of_libraries_count_beside_it(monkeypatch: pytest.MonkeyPatch
         return int(found[1])
 
     before = needed()
-    monkeypatch.setattr(refusal, "libraries_nbytes", lambda device: 10_000)
+    monkeypatch.setattr(measuring_room, "libraries_nbytes", lambda device: 10_000)
     assert needed() == before + 10_000
 
 
