@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensor
 
 from passes import BudgetError, Machine
 from passes.explain import PARTS, SMALLER
@@ -22,6 +23,7 @@ from ..guards.module_proxy import WithLoss
 from ..profile.memory_meter import argument_nbytes, resident_bytes
 from ..system.device import unused_nbytes
 from ..tensors.loss_outputs import OutputSelector
+from ..tensors.pytree import flatten
 from .check_independence import require_row_independence
 from .microbatches import MicroBatches
 
@@ -51,8 +53,10 @@ def _would_help(
         return False
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
     room = machine.budget - resident_bytes(held) - argument_nbytes(args, kwargs)
+    without_values = any(isinstance(leaf, FakeTensor) for leaf in flatten((args, kwargs))[0])
+    most = 0 if without_values else unused_nbytes(torch.device(machine.device)) // 2
     try:
-        require_row_independence(split, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2, room)
+        require_row_independence(split, args, kwargs, most, room)
         parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False

@@ -7,7 +7,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,11 @@ from tests.support.streamed_state import loss, streamed, streams
 
 LAYERS, WIDTH, BUDGET = 28, 1024, 30_000_000
 SLACK = 16 << 20  # what is no tensor, and more of it than a small model of as many layers has
-ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # the limit counts tensors, not glibc's freed blocks
+STACK = 1 << 20  # glibc keeps the stacks of threads that planning had, those of a solver too, and the limit counts them
+ENVIRONMENT = os.environ | {  # the limit counts tensors, not glibc's freed blocks
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux only")
@@ -36,13 +39,12 @@ def test_parameters_of_four_times_the_budget_under_a_hard_limit() -> None:
 
 def run_child(name: str) -> subprocess.CompletedProcess[str]:
     code = f"from tests.memgraph.optim.test_offloaded_update_process import child; child({name!r})"
-    command = [sys.executable, "-c", code]
+    command = ["bash", "-c", f'ulimit -S -s {STACK >> 10}; exec "$@"', "bash", sys.executable, "-c", code]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def child(name: str) -> None:
     """Three steps and an evaluation under the limit, after those that plan and bring everything home."""
-    threading.stack_size(1 << 20)  # glibc keeps the stacks of threads that planning had, and the limit counts them
     Run(name, WIDTH // 2, 12_000_000).step()  # code, threads, plans and the disk's speed are there from now on
     return_freed_memory()
     base, limit = anonymous(), data_nbytes() + BUDGET + SLACK

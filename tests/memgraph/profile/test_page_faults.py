@@ -83,7 +83,7 @@ def test_the_new_pages_of_a_step_are_those_that_the_system_gives() -> None:
 
 
 def step() -> None:
-    """Print the forecast of a planned step's new pages, and the new pages of a later step."""
+    """Print the new pages of five planned steps, each as it is forecast just before, and as the system gives them."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, x = Layers(), torch.ones(2048, 1024)
@@ -95,15 +95,18 @@ def step() -> None:
         reused.append(reused_buffers(*args))
         return reused[-1]
 
+    told = given = 0
     with mock.patch.object(buffer_reuse, "reused_buffers", noted):
-        for _ in range(4):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for i in range(8):
             model.zero_grad()
+            if i >= 3:  # by now nothing is planned again; glibc has gaps that move from step to step
+                trace = with_buffer_reuse(compiled.plan.forecast.trace, reused[-1])
+                told += sum(fresh_nbytes(trace).values()) // mmap.PAGESIZE
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             compiled(x).backward()
-    given = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    trace = with_buffer_reuse(compiled.plan.forecast.trace, reused[-1])
+            given += (i >= 3) * (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert compiled.plan.decisions and reused[-1]
-    print(sum(fresh_nbytes(trace).values()) // mmap.PAGESIZE, given)
+    print(told, given)
 
 
 class Layers(nn.Module):
