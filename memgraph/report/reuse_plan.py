@@ -93,6 +93,10 @@ def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
 
 def _difference(there: Trace, here: Trace) -> str:
     """Describe the first difference of two steps; empty if they are the same."""
+    trains, called = (any(op.phase == "backward" for op in step.ops) for step in (there, here))
+    if trains != called:
+        words = ("a step with backward", "none") if trains else ("a call without backward", "one")
+        return f"{words[0]}, and this call has {words[1]}"
     for index, (old, new) in enumerate(zip(there.ops, without_prices(here).ops, strict=False)):
         if old != new:
             found = replace(new, where=here.ops[index].where)

@@ -182,6 +182,19 @@ def test_a_call_that_adds_to_gradients_is_another_call() -> None:
         compiled(batch())
 
 
+def test_a_call_without_gradients_is_not_said_to_be_of_another_model() -> None:
+    compiled = memgraph.compile(net(), pressed().budget, plan=given())
+    with (
+        torch.no_grad(),
+        pytest.raises(memgraph.PlanError, match="is for a step with backward, and this call has none"),
+    ):
+        compiled(batch())
+    with torch.no_grad():
+        forward = memgraph.plan(net(), batch(), budget="1GB").to_json()
+    with pytest.raises(memgraph.PlanError, match="is for a call without backward, and this call has one"):
+        memgraph.plan(net(), batch(), budget="1GB", plan=forward)
+
+
 def test_a_plan_of_another_torch_or_device_is_refused() -> None:
     with pytest.raises(memgraph.PlanError, match=r"is for torch 1\.2\.3, this is"):
         memgraph.plan(net(), batch(), budget="1GB", plan=replace(given(), torch="1.2.3"))
