@@ -20,6 +20,7 @@ from ..capture.capture import capture
 from ..errors import CaptureError
 from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
+from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, resident_bytes
 from ..system.device import unused_nbytes
 from ..tensors.loss_outputs import OutputSelector
@@ -52,9 +53,10 @@ def _would_help(
     if split is None:
         return False
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
-    room = machine.budget - resident_bytes(held) - argument_nbytes(args, kwargs)
+    device = torch.device(machine.device)
+    room = room_nbytes(machine.budget, device, resident_bytes(held), argument_nbytes(args, kwargs))
     without_values = any(isinstance(leaf, FakeTensor) for leaf in flatten((args, kwargs))[0])
-    most = 0 if without_values else unused_nbytes(torch.device(machine.device)) // 2
+    most = 0 if without_values else unused_nbytes(device) // 2
     try:
         require_row_independence(split, args, kwargs, most, room)
         parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)

@@ -29,7 +29,7 @@ from ..system.device import CPU, KEPT, RETURNED, returns_freed_memory
 from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import timed_us
-from .measuring_room import rates_room
+from .measuring_room import rates_room, room_nbytes
 
 HUGE = "THP_MEM_ALLOC_ENABLE"  # set to 1, torch asks for huge pages, for blocks of 2 MiB and more
 NBYTES, TRIES = (4 << 20) if os.environ.get(HUGE) == "1" else (512 << 10), 9
@@ -53,7 +53,7 @@ def page_faults_us(
     if machine.device != "cpu" or not returns_freed_memory():
         return 0.0
     batch_nbytes = sum(op.nbytes for op in forecast.trace.ops if op.fn == "input")
-    room = None if resident_nbytes is None else machine.budget - resident_nbytes - batch_nbytes
+    room = None if resident_nbytes is None else room_nbytes(machine.budget, CPU, resident_nbytes, batch_nbytes)
     fresh = fresh_nbytes(with_buffer_reuse(forecast.trace, reused), math.inf if room is None else room)
     us = page_fault_us(rates_room(room, machine.budget))
     longer = (replace(op, us=op.us + us * fresh.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
