@@ -146,7 +146,7 @@ def make_plan(
     if seconds and timed_out:
         text += "\nPlanning ended at its time limit; with a longer one, time_limit=, a smaller budget may do"
     more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
-    raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out)
+    raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out, lowest.plan)
 
 
 def _unplanned(trace: Trace, machine: Machine) -> PlanResult:

@@ -2,6 +2,7 @@
 
     remember(trace, machine, options, result)    keeps the plan of a search
     cached_plan(trace, machine, options)         returns it in milliseconds, also in a later process
+    remember_smallest, smallest_plan             the same of the budget that an error names, whatever prices are later
 
 The key is a digest of the step's ops and bytes, the machine, the options, and the versions of torch and of the passes.
 A plan is used while prices are as they were.  A step of the same ops in other shapes tries the plans of its neighbours:
@@ -89,6 +90,27 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
     shapes[captured.peak] = NeighbourPlan(captured.peak, bound, choice.plan)
     _shorten(shapes, NEIGHBOURS)
     _shorten(_near, NEIGHBOURS)
+
+
+def remember_smallest(trace: Trace, machine: Machine, options: Hashable, error: passes.BudgetError) -> None:
+    """Keep the plan of the budget that an error names, unless one is kept that needs less."""
+    if not smallest_plan(trace, replace(machine, budget=error.smallest), options):
+        put_facts(_smallest_key(trace, machine, options), json.dumps({"decisions": list(map(str, error.plan))}))
+
+
+def smallest_plan(trace: Trace, machine: Machine, options: Hashable) -> PlanResult | None:
+    """Return the plan of the smallest budget that an error has named, whatever prices were then; None if it is over."""
+    facts = get_facts(_smallest_key(trace, machine, options))
+    try:
+        plan = parse_plan("\n".join(facts["decisions"]))
+    except (PlanError, KeyError, TypeError, ValueError):  # a cache on disk may hold anything
+        return None
+    found = (try_plan(plan, order, machine) for order in (order_by_section(trace, machine), trace))
+    return next((result for result in found if result and result.forecast.peak <= machine.budget), None)
+
+
+def _smallest_key(trace: Trace, machine: Machine, options: Hashable) -> str:
+    return step_key(trace, replace(machine, budget=0), ("smallest", options))
 
 
 def is_final(trace: Trace, machine: Machine, options: Hashable) -> bool:
