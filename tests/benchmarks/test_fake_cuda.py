@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.fake_cuda import op_checks
-from benchmarks.fake_cuda.described_device import is_described
 from benchmarks.fake_cuda.models import FLOAT, HALF, SMALL, Subject
 from benchmarks.fake_cuda.planned_step import PlannedStep, captured, planned_step
 from benchmarks.zoo.architectures import ARCHITECTURES
@@ -33,11 +31,8 @@ PLANNED = [(name, dtype) for name in SMALL if name != "recurrent" for dtype in (
 
 
 @pytest.fixture(autouse=True)
-def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not is_described():
-        pytest.fail("run these with `make fake-cuda`, which describes a device")
+def cache(described: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    yield
 
 
 def planned(name: str, dtype: torch.dtype) -> PlannedStep:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from benchmarks.fake_cuda.described_device import is_described
 from memgraph.graph.halves.direct_calls import DirectCode
 from memgraph.profile.request_log import RequestLog
 from memgraph.runtime.arena import ArenaBlock, StepArena, _held_nbytes, _hold
@@ -41,9 +40,7 @@ except RuntimeError:
 
 
 @pytest.fixture(autouse=True)
-def described() -> Iterator[None]:
-    if not is_described():
-        pytest.fail("run these with `make fake-cuda`, which describes a device")
+def allocator(described: None) -> Iterator[None]:
     torch.cuda.init()  # torch asks for the history of no allocator before
     yield
     gc.collect()

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fake_cuda.described_device import is_described
-
-pytestmark = pytest.mark.fake_cuda
+pytestmark = [pytest.mark.fake_cuda, pytest.mark.usefixtures("described")]
 CASES = ("attention", "norms", "half", "offload", "far_home", "recording")
 RESULTS = """
 import torch
@@ -190,12 +188,6 @@ nbytes = libraries_nbytes(device)
 large = [each for each in torch.cuda.memory._snapshot()["segments"] if each["segment_type"] == "large"]
 print(nbytes >> 20, [each["total_size"] >> 20 for each in large])
 """
-
-
-@pytest.fixture(autouse=True)
-def described() -> None:
-    if not is_described():
-        pytest.fail("run these with `make fake-cuda`, which describes a device")
 
 
 def run(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Fixtures that patch plans, the sizes of windows, and the disk."""
+"""Fixtures that patch plans, the sizes of windows, and the disk, and one that asks for a described device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.fake_cuda.described_device import is_described
 from memgraph.optim import offloaded_update
 from memgraph.planning import assembly, pricing, replan, search, target
 from memgraph.storage.pinned_pool import PinnedPool
@@ -87,3 +88,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.opened.set()
+
+
+@pytest.fixture
+def described() -> None:
+    if not is_described():
+        pytest.fail("run these with `make fake-cuda`, which describes a device")
