@@ -28,7 +28,7 @@ from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
 from .lp.problem import proven_nbytes
-from .order.microbatch_order import order_by_section
+from .order.microbatch_order import order_by_section, order_like
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast, prove
@@ -41,6 +41,7 @@ Log = Callable[[str, PlanResult], None]  # the name of a pass, and the best plan
 
 GOOD_GAP = 0.02  # no further pass runs once the gap is as small
 FAIR_GAP = 0.05  # nor does a search, which takes seconds
+NOMINAL_US = 1e5  # of an op: longer than any copy, so that passes that offload do so wherever it spares bytes
 
 
 def quiet(name: str, best: PlanResult) -> None:
@@ -142,11 +143,28 @@ def make_plan(
         if result.forecast.peak <= machine.budget or below < math.inf:
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
+    if quick := tuple(each for each in passes if each.quick):
+        lowest = _at_nominal_prices(trace, machine, quick)
+        if lowest.forecast.peak <= machine.budget:
+            return lowest
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
     if seconds and timed_out:
         text += "\nPlanning ended at its time limit; with a longer one, time_limit=, a smaller budget may do"
     more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
-    raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out, lowest.plan)
+    raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out)
+
+
+def _at_nominal_prices(trace: Trace, machine: Machine, quick: tuple[Pass, ...]) -> PlanResult:
+    """Return the plan that is found if all ops take equally long, and no link is measured.
+
+    It is the same in each process, so a budget that an error names works in all of them.
+    """
+    nominal = replace(trace, ops=tuple(replace(op, us=NOMINAL_US) for op in trace.ops))
+    orders = {id(order): order for order in (order_by_section(nominal, machine.nominal), nominal)}.values()
+    found = (_run(_unplanned(order, machine.nominal), machine.nominal, quick, quiet, 0.0)[0] for order in orders)
+    best = min(found, key=lambda result: (max(machine.budget, result.forecast.peak), result.forecast.us))
+    start = _unplanned(order_like(trace, best.captured.trace), machine)
+    return _better(start, Proposal(best.plan), machine)
 
 
 def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
@@ -157,8 +175,8 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
 
 
 def _run(
-    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool,
-    below: float,
+    best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool = False,
+    below: float = math.inf,
 ) -> tuple[PlanResult, bool]:  # fmt: skip
     """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does.
 

@@ -2,7 +2,6 @@
 
     remember(trace, machine, options, result)    keeps the plan of a search
     cached_plan(trace, machine, options)         returns it in milliseconds, also in a later process
-    remember_smallest, smallest_plan             the same of the budget that an error names, whatever prices are later
 
 The key is a digest of the step's ops and bytes, the machine, the options, and the versions of torch and of the passes.
 A plan is used while prices are as they were.  A step of the same ops in other shapes tries the plans of its neighbours:
@@ -24,7 +23,6 @@ import torch
 
 import passes
 from passes import NO_PROOFS, Machine, Plan, PlanResult, Trace, parse_plan, parse_proofs, predict
-from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import order_by_section, order_like
 from passes.pipeline import FAIR_GAP
 from passes.simulate.plan_result import try_plan
@@ -92,27 +90,6 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
     _shorten(_near, NEIGHBOURS)
 
 
-def remember_smallest(trace: Trace, machine: Machine, options: Hashable, error: passes.BudgetError) -> None:
-    """Keep the plan of the budget that an error names, unless one is kept that needs less."""
-    if not smallest_plan(trace, replace(machine, budget=error.smallest), options):
-        put_facts(_smallest_key(trace, machine, options), json.dumps({"decisions": list(map(str, error.plan))}))
-
-
-def smallest_plan(trace: Trace, machine: Machine, options: Hashable) -> PlanResult | None:
-    """Return the plan of the smallest budget that an error has named, whatever prices were then; None if it is over."""
-    facts = get_facts(_smallest_key(trace, machine, options))
-    try:
-        plan = parse_plan("\n".join(facts["decisions"]))
-    except (PlanError, KeyError, TypeError, ValueError):  # a cache on disk may hold anything
-        return None
-    found = (try_plan(plan, order, machine) for order in (order_by_section(trace, machine), trace))
-    return next((result for result in found if result and result.forecast.peak <= machine.budget), None)
-
-
-def _smallest_key(trace: Trace, machine: Machine, options: Hashable) -> str:
-    return step_key(trace, replace(machine, budget=0), ("smallest", options))
-
-
 def is_final(trace: Trace, machine: Machine, options: Hashable) -> bool:
     """Return True if the plan kept for this step was chosen with times measured inside the step."""
     facts = get_facts(step_key(trace, machine, options))
@@ -165,9 +142,8 @@ def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    with_units = with_rates(machine, [float(bool(rate)) for rate in rates(machine)])
-    with_units = replace(with_units, link=replace(with_units.link, capacity=min(machine.link.capacity, 1)))
-    return f"{with_units!r} {options!r} {torch.__version__} {_passes()}"
+    link = replace(machine.nominal.link, capacity=min(machine.link.capacity, 1))
+    return f"{replace(machine.nominal, link=link)!r} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache

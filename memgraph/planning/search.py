@@ -25,7 +25,7 @@ from ..options.compile_options import CompileOptions
 from ..report.reuse_plan import reuse_plan
 from ..runtime.released_outputs import most_released
 from ..system.pass_log import PassLog
-from .plan_cache import cached_plan, remember, remember_smallest, smallest_plan
+from .plan_cache import cached_plan, remember
 from .progress import Progress
 
 LOG = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class PlanSearch:
     def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
         """Return a plan within the budget.
 
-        No cached plan knows what other open forwards hold, so those are always searched for.  A budget that an error
-        has named works, although other prices may lead the passes to plans that need more.
+        No cached plan knows what other open forwards hold, so those are always searched for.
 
         Raises:
             BudgetError: no plan was found.
@@ -73,8 +72,6 @@ class PlanSearch:
         except passes.BudgetError:
             known = None if self.known is None else try_plan(self.known, trace, machine)
             if known is None or known.forecast.peak > machine.budget:
-                known = smallest_plan(trace, machine, self.options.search_key)
-            if known is None:
                 raise
             return known
 
@@ -122,11 +119,7 @@ class PlanSearch:
         log, seconds = PassLog(partial(self.progress.tried, budget=machine.budget)), max(0.0, until - time.monotonic())
         ends = self.interruptible and self.options.forwards == 1  # several forwards are searched for several times
         run = make_plan if self.below == math.inf else partial(make_plan, passes=BESIDE, below=self.below)
-        try:
-            result = run(trace, machine, log=log, seconds=seconds, interruptible=ends)
-        except passes.BudgetError as error:
-            remember_smallest(trace, machine, self.options.search_key, error)
-            raise
+        result = run(trace, machine, log=log, seconds=seconds, interruptible=ends)
         if result.interrupted:
             LOG.warning(INTERRUPTED, f"{result.overhead:+.1%}", f"{result.gap:.1%}")
         return result

@@ -37,7 +37,6 @@ from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
 
 REFUSED = "a pipeline can't be made of a model that"
-NOMINAL_RATE, NOMINAL_CALL_US = 1000.0, 100.0  # of a disk
 KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded
 
 
@@ -75,11 +74,7 @@ class WholeStep:
         """The step with prices that no process measures: with these each one finds the same cut and the same plans."""
         nodes = {node.name: node for node in self.captured.graph.graph.nodes}
         ops = tuple(replace(op, us=nominal_us(nodes[op.name])) for op in self.trace.ops)
-        link = self.machine.link
-        if link.works:
-            link = replace(link, out=NOMINAL_RATE, back=NOMINAL_RATE, call_us=NOMINAL_CALL_US, us_per_byte=0.0)
-        machine = replace(self.machine, link=link)
-        return replace(self, trace=replace(self.trace, ops=ops), machine=machine)
+        return replace(self, trace=replace(self.trace, ops=ops), machine=self.machine.nominal)
 
     @property
     def copy_us(self) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-RATES = {  # the measured fields of each part of a machine
-    "link": ("out", "back", "call_us", "us_per_byte"),
-    "cast": ("out", "back"),
-    "network": ("rate", "latency_us", "interference"),
-    "streaming": ("host_update_rate",),
+RATES = {  # the measured fields of each part of a machine, and what they are where nothing is measured
+    "link": {"out": 1000.0, "back": 1000.0, "call_us": 100.0, "us_per_byte": 0.0},
+    "cast": {"out": 1000.0, "back": 1000.0},
+    "network": {"rate": 1000.0, "latency_us": 100.0, "interference": 0.0},
+    "streaming": {"host_update_rate": 1000.0},
 }
 CASTABLE = {"bf16": "f32"}  # the type of values that may be cast to each: of the same range, so that none overflows
 CAST_WORKSPACE = 16384  # bytes that the cast before a copy may allocate and free
@@ -134,6 +134,16 @@ class Machine:
     def without_tier(self) -> Machine:
         """The same machine, on which nothing can be offloaded."""
         return replace(self, link=replace(self.link, out=0.0, back=0.0))
+
+    @property
+    def nominal(self) -> Machine:
+        """The same machine with rates that no process measures: with these each one finds the same plans."""
+        link, cast, network, streaming = self.link, self.cast, self.network, self.streaming
+        has = {
+            "link": link.works, "cast": bool(cast.dtype), "network": network.rate > 0,
+            "streaming": streaming.host_update_rate > 0,
+        }  # fmt: skip
+        return with_rates(self, [rate * has[part] for part, rates in RATES.items() for rate in rates.values()])
 
     def __str__(self) -> str:
         link, cast, network, host = self.link, self.cast, self.network, self.streaming.host_update_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from passes import (
     PASSES,
@@ -26,6 +28,7 @@ from passes import (
     pipeline,
     predict,
 )
+from passes.ir.machine import rates, with_rates
 from passes.pipeline import FITTING, Pass
 from tests.support.strategies import machines, traces
 
@@ -207,6 +210,21 @@ def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Mach
         assert choice.forecast.peak <= choice.captured.peak
 
 
+@settings(max_examples=30)
+@given(traces(max_forward=20), machines(), st.lists(st.sampled_from((0.0, 0.1, 1.0, 30.0)), min_size=1, max_size=9))
+def test_a_budget_that_an_error_names_works_whatever_ops_and_copies_take(
+    trace: Trace, machine: Machine, times: list[float]
+) -> None:
+    named = outcome(trace, replace(machine, budget=0))
+    assert isinstance(named, int)
+    factor = itertools.cycle(times)
+    repriced = replace(trace, ops=tuple(replace(op, us=op.us * next(factor)) for op in trace.ops))
+    rated = with_rates(machine, [rate * (next(factor) or 0.01) for rate in rates(machine)])
+    assert outcome(repriced, replace(rated, budget=0)) == named
+    choice = outcome(repriced, replace(rated, budget=named))
+    assert not isinstance(choice, int) and choice.forecast.peak <= named
+
+
 def outcome(trace: Trace, machine: Machine) -> PlanResult | int:
     """Return the plan, or the smallest budget."""
     try:
@@ -240,8 +258,8 @@ def test_a_quick_pass_that_needs_the_tier_to_fit_runs_only_if_nothing_else_does(
 
     passes = (Pass(recomputing, quick=True), Pass(offloading, offloads=True, quick=True))
     for budget, link, expected in (
-        (FLOOR - 1, Link(out=1.0, back=1.0), ["offloading", "recomputing"]),  # the bytes in use at b exceed it
-        (FLOOR - 1, Link(), ["recomputing", "offloading"]),
+        (FLOOR - 1, Link(out=1.0, back=1.0), ["offloading", "recomputing"] * 2),  # the bytes in use at b exceed it
+        (FLOOR - 1, Link(), ["recomputing", "offloading"] * 2),  # at nominal prices once more
         (FLOOR, Link(out=1.0, back=1.0), ["recomputing", "offloading"]),
     ):
         order.clear()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-import passes
 from memgraph.api import kept_steps
 from memgraph.graph.captured import Captured
 from memgraph.options.compile_options import CompileOptions
@@ -120,24 +119,6 @@ def once(found: list[PlanResult], **options: Any) -> PlanSearch:
             return found[-1]
 
     return Counted(CompileOptions(None, **options), Progress(), math.inf)
-
-
-def test_the_budget_that_an_error_names_is_planned_at_other_prices_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def finds_nothing(trace: Trace, machine: Machine, **given: Any) -> PlanResult:
-        raise passes.BudgetError("other prices lead to plans that need more", machine.budget, machine.budget + 64)
-
-    plans = PlanSearch(CompileOptions(None), Progress(), math.inf)
-    with pytest.raises(passes.BudgetError) as caught:
-        plans(TRACE, machine(0.1))
-    monkeypatch.setattr(search, "make_plan", finds_nothing)
-    plan_cache._texts.clear()  # as in a later process
-    repriced = replace(TRACE, ops=tuple(replace(op, us=op.us * 3) for op in TRACE.ops))
-    found = plans(repriced, Machine(caught.value.smallest))
-    assert found.forecast.peak <= caught.value.smallest < found.captured.peak
-    for _ in range(2):  # what needs more does not replace it
-        with pytest.raises(passes.BudgetError):
-            plans(repriced, Machine(found.forecast.peak - 1))
-    assert plans(repriced, Machine(caught.value.smallest)).plan == found.plan
 
 
 def test_other_prices_options_or_budgets_are_searched_for() -> None:
