@@ -81,7 +81,7 @@ def _loads_on_its_own(module: nn.Module) -> bool:
     return bool(hooks) or kind.__module__.partition(".")[0] not in ("torch", "memgraph")
 
 
-def _offloaded(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _offloaded(model: CompiledModule, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state in a nameless file if it exceeds the model's budget beside parameters and buffers."""
     target = model._planner.target
     tensors = {

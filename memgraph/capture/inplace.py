@@ -197,7 +197,7 @@ def _is_part(node: fx.Node) -> bool:
 
 def _are_disjoint(one: fx.Node, other: fx.Node) -> bool:
     """Return True if both are parts of the same split, and not the same part."""
-    return _is_part(one) and _is_part(other) and one.args[0] is other.args[0] and one.args[1] != other.args[1]
+    return _is_part(one) and _is_part(other) and one.args[0] is other.args[0] and bool(one.args[1] != other.args[1])
 
 
 def _functional(target: Any) -> OpOverload | None:

@@ -21,9 +21,9 @@ from .budgeted_forward import BudgetedForward
 from .trainer_reads import TrainerReads
 
 if find_spec("lightning") is not None:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback, LightningModule  # pyright: ignore[reportMissingImports] # optional
 else:
-    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning import Callback, LightningModule  # pyright: ignore[reportMissingImports] # optional
 
 # The state of Lightning's loop: the hook that runs, and the metrics that are logged. Forward does not read it.
 LOOP_STATE = (

@@ -55,17 +55,18 @@ def plan_accumulated(
         result = try_plan(known, trace, machine)
         if result and result.forecast.peak <= machine.budget:
             return AccumulatedStep(result.forecast.peak, known)
+    step = AccumulatedStep()
     for find in (_quick, search) if tries else (search,):
         try:
             choice = find(trace, machine)
         except passes.BudgetError as error:
-            smallest = error.smallest
+            step = AccumulatedStep(error.smallest)
             least = proven_nbytes(most_released(trace), machine)
             if least > machine.budget or time.monotonic() >= until:
                 break
         else:
             return AccumulatedStep(choice.forecast.peak, choice.plan)
-    return AccumulatedStep(smallest, None)
+    return step
 
 
 def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:

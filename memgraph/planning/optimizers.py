@@ -42,7 +42,7 @@ class CountedOptimizer(OptimizerState):
 
     def __init__(self, module: nn.Module, optimizer: optim.Optimizer, update: OffloadedUpdate) -> None:
         super().__init__(module, update)
-        self.optimizer = optimizer
+        self.optimizer = optimizer  # pyright: ignore[reportIncompatibleVariableOverride] # never None
 
     def key(self) -> tuple[Hashable, ...]:
         groups = tuple(tuple(map(id, group["params"])) for group in self.optimizer.param_groups)
@@ -92,7 +92,7 @@ class ShardedOptimizer(OptimizerState):
 
     def __init__(self, module: nn.Module, optimizer: OSS) -> None:
         super().__init__(module, optimizer.offloaded_shards)
-        self.optimizer = self.sharded = optimizer
+        self.optimizer = self.sharded = optimizer  # pyright: ignore[reportIncompatibleVariableOverride] # never None
         self.sharded_grads, self.pending_gathers = optimizer.sharded_grads, optimizer.pending_gathers
         self.has_other_ranks = not optimizer.comm.is_alone
 

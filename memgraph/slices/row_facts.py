@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -188,7 +188,7 @@ def _embedded(node: fx.Node) -> Iterator[RowRule]:
 
 def _loss_gradient(node: fx.Node) -> Iterator[RowRule]:
     """Yield the rule of the gradient of a loss over classes, `nll_loss_backward`."""
-    gradient, values, target = node.args[:3]
+    gradient, values, target = cast("tuple[fx.Node, ...]", node.args[:3])
     by_row = node.args[4] == 0
     divided = {gradient: (0, 1) if by_row else None, values: (0, 1), target: (0, 1)}
     if len(_shape(node)) == 2:

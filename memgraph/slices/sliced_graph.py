@@ -23,7 +23,7 @@ from .linear_reads import VIEWS
 from .slice_ops import SCALE
 
 # Arguments that are sizes of the result.
-SIZES = {**dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)}
+SIZES: dict[Any, int] = dict.fromkeys((*VIEWS, aten.expand.default, aten.new_zeros.default, aten.new_full.default), 1)
 SIZES |= {aten.slice_backward.default: 1, aten.zeros.default: 0, aten.full.default: 0}
 WIDE = torch.float32  # in which parts of sums in half precision are added up
 WRITERS = {

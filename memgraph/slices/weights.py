@@ -21,7 +21,7 @@ from ..graph.nodes import all_storages, aten, is_sum, returned_values, tensors, 
 from ..graph.ops import accumulate
 from ..graph.summarize import fn_of
 
-PRODUCTS = {aten.mm.default: 2, aten.addmm.default: 3}  # arguments; the last one is the weight
+PRODUCTS: dict[object, int] = {aten.mm.default: 2, aten.addmm.default: 3}  # arguments; the last one is the weight
 LOOKUP, LOOKUP_GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
 TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 

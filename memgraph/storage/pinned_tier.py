@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import has_layout, view_bytes_as
-from .async_copy import CopyFunction
+from .async_copy import CopyFunction, TimedCopy
 from .io_threads import read, write
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
@@ -95,7 +95,7 @@ class PinnedLease:
         self.copying_back: dict[int, EventCopy] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
         self.views: dict[int, Tensor] = {}  # by slot, the latest view of its bytes
-        self.copies: dict[CopyFunction, list[EventTimes]] = {write: [], read: []}  # of a run that is timed
+        self.copies: dict[CopyFunction, list[TimedCopy]] = {write: [], read: []}  # of a run that is timed
         self.since: Any = None  # the event from which times of copies count
         self.bound = tier.bound  # of this run: a later one may find the state elsewhere
 
@@ -180,7 +180,8 @@ class PinnedLease:
             begin = self.cuda.Event(enable_timing=True)
             begin.record(stream)
             event = record_event(self.cuda, stream, into, of, timed=True)
-            self.copies[move].append(EventTimes(self.since, begin, event, of.nbytes))
+            copied = EventTimes(self.since, begin, event, of.nbytes)
+            self.copies[move].append(copied)  # pyright: ignore[reportArgumentType] # a cached_property reads the same
         self.last[stream] = event
         return event
 

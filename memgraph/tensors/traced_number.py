@@ -206,8 +206,8 @@ class TracedFloat(torch.SymFloat):
 
     node: NumberNode
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance(scale, float)` holds, as it does in eager
+    @property  # type: ignore[misc] # so that `isinstance(scale, float)` holds, as it does in eager
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] # never set
         return float
 
 
@@ -217,7 +217,7 @@ class TracedInt(torch.SymInt):
     node: NumberNode
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] # never set
         return int
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
@@ -33,7 +33,7 @@ class SizeArgument(int):
 
     size: SymInt
 
-    def __new__(cls, size: SymInt) -> SizeArgument:
+    def __new__(cls, size: SymInt) -> Self:
         argument = super().__new__(cls, size.node.hint)
         argument.size = size
         return argument

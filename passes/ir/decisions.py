@@ -50,11 +50,11 @@ from .trace import Op, Storage, Trace, type_nbytes
 EXTRAS = ("wire", "on")  # fields that are printed only if they are set
 
 
-def _print(decision: Any) -> str:
-    pairs = asdict(decision)
+def _print(self: Any) -> str:
+    pairs = asdict(self)
     value = pairs.pop("value")
     facts = ", ".join(f"{name} {fact}" for name, fact in pairs.items() if fact or name not in EXTRAS)
-    return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
+    return f"{type(self).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ def best_cut(
         return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
     us = all_bounds(costs, budgets, forwards, copy_us)
     best: Cut | None = None
+    bound = math.inf
     for done in range(1, 1 + (ROUNDS if plan is not None else 1)):
         bound, at = search(us)
         if not np.isfinite(bound):

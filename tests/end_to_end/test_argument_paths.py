@@ -32,9 +32,9 @@ def callers() -> dict[str, list[str]]:
             files.setdefault(argument, opened[opened.index("planning/planner.py") :])
 
     class Noting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             note("model")
-            return super().forward(x).sum()
+            return super().forward(input).sum()
 
     class NotingAdam(torch.optim.Adam):
         def step(self, closure: Any = None) -> Any:

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="compile all that fits, slower or not")
     given = parser.parse_args()
     if given.regions:
-        vars(regions)["faster_regions"] = lambda trace, found, *_: tuple(found)
+        regions.__dict__["faster_regions"] = lambda trace, found, *_: tuple(found)
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     allocator = Allocator()

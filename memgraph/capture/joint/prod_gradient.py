@@ -59,8 +59,8 @@ class _ProdGradient(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, result = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (x, result), (grad,) = ctx.saved_tensors, grads
         zeros = (x == 0).sum()
         general = _product_of_others(x, grad, ctx.dim, ctx.keepdim)
         if ctx.dim is None:

@@ -34,8 +34,8 @@ class DrawnNumber:
     def __init__(self, tensor: Tensor, kind: type) -> None:
         self.tensor, self.kind = tensor, kind
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that `isinstance(coin, float)` holds, as it does in eager
+    @property  # type: ignore[misc] # so that `isinstance(coin, float)` holds, as it does in eager
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] # never set
         return self.kind
 
     def __bool__(self) -> bool:

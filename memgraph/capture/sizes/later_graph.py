@@ -52,9 +52,9 @@ class LaterGraph(fx.GraphModule):
         return self._graph
 
     @graph.setter
-    def graph(self, graph: fx.Graph) -> None:
+    def graph(self, g: fx.Graph) -> None:
         self._make = None
-        fx.GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+        fx.GraphModule.graph.fset(self, g)  # type: ignore[attr-defined]
 
     @property
     def code(self) -> str:

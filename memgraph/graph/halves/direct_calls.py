@@ -33,7 +33,8 @@ from ..ops import RUN
 
 LINE = re.compile(r"^(    (\w+) = )torch\.ops\.\w+\.\w+\.\w+\(", re.MULTILINE)
 SEGMENT = re.compile(r"^    (\w+) = (\w+)\(([\w, ]*)\)(;  .* = None)?(.*)$", re.MULTILINE)
-PLACES = (torch._VF, torch.Tensor, torch._C._nn)  # of torch's functions, by the name of the op
+# Of torch's functions, by the name of the op.
+PLACES = (torch._VF, torch.Tensor, torch._C._nn)  # pyright: ignore[reportAttributeAccessIssue] # not in its stub
 COMPILED = (BuiltinFunctionType, MethodDescriptorType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
 

@@ -174,9 +174,9 @@ def _read_metadata(folder: Path, what: str) -> Metadata:
 class _Writer(FileSystemWriter):
     """Torch's writer, which raises the OSError behind torch's error about the length of a file."""
 
-    def write_data(self, *args: Any) -> Any:
+    def write_data(self, plan: Any, planner: Any) -> Any:
         try:
-            return super().write_data(*args)
+            return super().write_data(plan, planner)
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):

@@ -77,15 +77,15 @@ class StateDicts:
     def install(self, given: Mapping[str, Any], current: Groups, sharded: bool) -> Groups:
         """Replace states and options, on all ranks or on none; return the new groups of the sharded optimizer."""
         state, groups = validate_state.by_index(given), given["param_groups"]
-        inner, error = self.own.optimizer.optimizer, None
+        inner, error, entries = self.own.optimizer.optimizer, None, None
         before = inner.state, inner.param_groups
         if sharded:
             with self.watchdog.leaving_on_error():
                 entries = from_dtensors(self.own, state)
         try:
-            inner.load_state_dict(
-                _inner_state_dict(self.own, groups, entries if sharded else cut_state(self.own, state))
-            )
+            if entries is None:
+                entries = cut_state(self.own, state)
+            inner.load_state_dict(_inner_state_dict(self.own, groups, entries))
         except Exception as caught:  # out of memory, or refused by the class itself
             error = caught
         if failures := all_failures(self.watchdog, error, "loading of a state"):

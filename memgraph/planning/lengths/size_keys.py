@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from passes import Trace
 
@@ -194,5 +194,5 @@ def _strides(shape: Sequence[int], strides: Sequence[int], symbols: Sequence[int
     )
 
 
-def _is_tensor(entry: Any) -> bool:
+def _is_tensor(entry: Any) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(entry, tuple) and len(entry) == ENTRIES

@@ -140,7 +140,7 @@ class Checked(nn.Module):
 
 def test_the_same_where_a_forward_runs_first_to_find_values() -> None:
     model, kept = Checked(), list[Tensor]()
-    model.layer.register_forward_hook(lambda module, args, out: kept.append(out))
+    model.layer.register_forward_hook(lambda module, args, out: kept.append(out))  # pyright: ignore[reportArgumentType] # `out` is a tensor
     with pytest.raises(CaptureError, match="a forward hook of layer keeps a tensor"):
         memgraph.compile(model, "1GB")(X)
     assert kept == []
@@ -156,7 +156,7 @@ def test_a_hook_that_counts_warns() -> None:
 def test_a_hook_that_computes_is_captured() -> None:
     model = nn.Sequential(nn.Linear(16, 4))
     scale = {"by": 3.0}
-    model[0].register_forward_hook(lambda module, args, out: out * scale["by"])
+    model[0].register_forward_hook(lambda module, args, out: out * scale["by"])  # pyright: ignore[reportOperatorIssue] # `out` is a tensor
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(memgraph.compile(model, "1GB")(X), model(X))

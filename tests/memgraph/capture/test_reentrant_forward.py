@@ -75,8 +75,8 @@ class Scaled(torch.autograd.Function):
         return y * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.by, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.by, None
 
 
 def scaled(y: Tensor, kept: Tensor) -> Tensor:

@@ -135,8 +135,9 @@ def test_an_op_has_a_price_of_its_own_where_what_it_reads_is_yet_to_be_conjugate
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
     prober, workspaces = op_profiler.OpProfiler(10**9), {}
+    value = torch.zeros(64, 64, dtype=torch.complex64)
     for conjugated in order:
-        graph, (mode, value) = fx.Graph(), (FakeTensorMode(), torch.zeros(64, 64, dtype=torch.complex64))
+        graph, mode = fx.Graph(), FakeTensorMode()
         node = graph.placeholder("x")
         with mode:
             fake = mode.from_tensor(value)

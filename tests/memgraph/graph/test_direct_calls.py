@@ -95,7 +95,7 @@ X, NUMBER = torch.ones(2, 3), torch.tensor(2.0)
         (aten.add.Tensor, (X, X), torch.add),
         (aten.mul.Tensor, (X, 0.5), torch.mul),
         (aten.view.default, (X, [6]), torch.Tensor.view),
-        (aten.gelu.default, (X,), torch._C._nn.gelu),
+        (aten.gelu.default, (X,), torch.nn.functional.gelu),
         (aten.cat.default, ([X, X], 1), torch.cat),
         (aten.add_.Tensor, (X.clone(), X), torch.Tensor.add_),
     ],

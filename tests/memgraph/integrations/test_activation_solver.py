@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 import memgraph
 from memgraph.integrations import activation_solver
@@ -47,9 +48,7 @@ def test_gradients_are_eagers_and_what_is_saved_is_within_the_share(share: float
     model, x = net(), torch.randn(32, 64)
     theirs = gradients(plain := copy.deepcopy(model), plain, x)
     with (
-        torch._functorch.config.patch(
-            activation_memory_budget=share, activation_memory_budget_solver=memgraph.ActivationSolver()
-        ),
+        functorch.patch(activation_memory_budget=share, activation_memory_budget_solver=memgraph.ActivationSolver()),
         mock.patch.object(activation_solver.ActivationSolver, "__call__", noting),
     ):
         ours = gradients(model, torch.compile(model, backend=BACKEND, dynamic=dynamic), x)

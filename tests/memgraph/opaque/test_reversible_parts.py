@@ -58,7 +58,7 @@ class Recomputed(torch.autograd.Function):
                 x = x.detach().requires_grad_()
                 torch.manual_seed(ctx.layer.drawn % 1000)
                 y = F.dropout(ctx.layer.linear(x), 0.3, ctx.layer.training)
-                y.backward(*tangents)
+                y.backward(tangents[0])
         return x.grad, None, None
 
 

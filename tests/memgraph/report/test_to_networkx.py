@@ -19,5 +19,5 @@ def test_the_planned_step_is_written_as_graphml_and_read_back(tmp_path: Path) ->
     nx.write_graphml(graph, tmp_path / "step.graphml")
     read = nx.read_graphml(tmp_path / "step.graphml")
     assert read.nodes == graph.nodes and set(read.edges) == set(graph.edges)
-    assert max(nbytes for _, nbytes in graph.nodes(data="live_nbytes", default=0)) == forecast.peak
+    assert max(facts.get("live_nbytes", 0) for _, facts in graph.nodes(data=True)) == forecast.peak
     assert ("h__1", "dv") in graph.edges and ("h", "dv") not in graph.edges

@@ -51,7 +51,7 @@ def test_a_run_without_room_in_the_tier_is_closed_silently(monkeypatch: pytest.M
     class Full:
         staging = 0
 
-        def bind(self, homes: object) -> None: ...
+        def bind(self, bound: object) -> None: ...
 
         def lease(self) -> Any:
             raise memgraph.SpillError("no room")

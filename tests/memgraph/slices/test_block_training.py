@@ -237,8 +237,9 @@ def test_where_whole_weights_fit_they_are_whole() -> None:
 def test_gradients_accumulate() -> None:
     def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
         optimizer.zero_grad()
+        loss = torch.empty(())
         for part in range(3):
-            loss: Tensor = model(*(x.roll(part) for x in batch))
+            loss = model(*(x.roll(part) for x in batch))
             loss.backward()
         optimizer.step()
         return loss.detach()

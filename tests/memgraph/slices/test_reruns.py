@@ -40,7 +40,8 @@ def run(model: Any, factor: float = 1.0) -> list[Tensor]:
 def beside_eager(module: nn.Module, budget: int, factor: float = 1.0, **wishes: Any) -> memgraph.CompiledModule:
     """Run a step in slices and with the plain module; compare loss and gradients."""
     eager = copy.deepcopy(module)
-    model = memgraph.compile(module, budget, **({"offload": None} | wishes))
+    wishes.setdefault("offload", None)
+    model = memgraph.compile(module, budget, **wishes)
     for one, other in zip(run(model, factor), run(eager, factor), strict=True):
         assert float((one - other).abs().max()) <= NEAR * float(other.abs().max())
     assert_near(module, eager)

@@ -150,9 +150,9 @@ class Branch(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y.sum() if x.sum() > 0 else y.mean()
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y.sum() if input.sum() > 0 else y.mean()
 
 
 def test_a_hook_on_a_gradient_is_refused() -> None:

@@ -35,6 +35,7 @@ def _gradients(rank: int, name: str, schedule: str, chunks: int) -> Result:
     model, batch = made(name, 3 * chunks)
     plain, expected = in_turn(model, batch, chunks, steps=2)
     pipe = memgraph.pipeline(model, "1GB", chunks, schedule=schedule)
+    loss = None
     for _ in range(2):  # the second adds to the gradients of the first
         loss = pipe.step(**batch)
     wanted = dict(plain.named_parameters())

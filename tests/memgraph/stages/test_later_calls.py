@@ -38,7 +38,8 @@ def _later(rank: int, name: str, schedule: str) -> dict[str, Any]:
 def _evaluated(pipe: Any, model: nn.Module, plain: nn.Module, batch: Batch) -> tuple[list[str], bool | None]:
     """Return the parameters whose gradients change, and if the loss is that of the plain model."""
     before = {key: each.grad.clone() for key, each in pipe.named_parameters() if each.grad is not None}
-    model.eval(), plain.eval()
+    model.eval()
+    plain.eval()
     with torch.no_grad():
         loss = pipe.step(**batch)
         parts = zip(*(value.chunk(4) for value in batch.values()), strict=True)

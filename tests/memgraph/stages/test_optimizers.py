@@ -61,6 +61,7 @@ def test_an_infinity_in_one_stage_counts_in_all() -> None:
 def _scaled_alone(rank: int) -> list[str]:
     pipe = memgraph.pipeline(made("skips", 4)[0], "1GB", 2)
     alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    assert isinstance(alone, torch.distributed.ProcessGroup)
     found = []
     for scaler in (torch.amp.GradScaler("cpu"), memgraph.GradScaler("cpu"), memgraph.GradScaler("cpu", group=alone)):
         with pytest.raises(ValueError, match=r"has to count on ranks \[0, 1\]") as caught:
@@ -91,6 +92,7 @@ def _empty(rank: int) -> tuple[int, float]:
     torch.manual_seed(0)
     pipe = memgraph.pipeline(FrozenHalf(), "1GB", 2, optimizer=SGD)
     x, y = torch.randn(4, 8), torch.randn(4, 8)
+    norm = torch.empty(())
     for _ in range(2):
         pipe.step(x, y)
         norm = pipe.clip_grad_norm_(1.0)

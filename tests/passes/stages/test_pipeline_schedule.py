@@ -79,7 +79,7 @@ def test_each_micro_batch_runs_once_in_each_stage(schedule: PipelineSchedule) ->
     expected = itertools.product(
         kinds.get(schedule.name, (FORWARD, BACKWARD)), range(schedule.stages), range(schedule.chunks)
     )
-    assert Counter(itertools.chain(*schedule.actions)) == Counter(Action(*each) for each in expected)
+    assert Counter(itertools.chain(*schedule.actions)) == Counter(itertools.starmap(Action, expected))
     for rank, actions in enumerate(schedule.actions):
         assert {action.stage % schedule.ranks for action in actions} == {rank}
 

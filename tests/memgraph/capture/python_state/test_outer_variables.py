@@ -150,6 +150,8 @@ def closed_over() -> tuple[type[Model], type[Model]]:
 
 
 OfCell, OfCellsDict = closed_over()
+assert OfCell.scale.__closure__ is not None
+CELL = OfCell.scale.__closure__[0]
 
 
 @pytest.mark.parametrize(
@@ -273,13 +275,12 @@ def steps(model: Any) -> list[Tensor]:
 
 
 def outer() -> list[Any]:
-    cell = (OfCell.scale.__closure__ or ())[0]
-    return copy.deepcopy([CALLS, COUNTS, SEEN, OfClass.calls, cell.cell_contents])
+    return copy.deepcopy([CALLS, COUNTS, SEEN, OfClass.calls, CELL.cell_contents])
 
 
 def put(values: list[Any]) -> None:
     global CALLS
-    CALLS, counts, seen, OfClass.calls, (OfCell.scale.__closure__ or ())[0].cell_contents = copy.deepcopy(values)
+    CALLS, counts, seen, OfClass.calls, CELL.cell_contents = copy.deepcopy(values)
     COUNTS.update(counts)
     SEEN[:] = seen
 

@@ -252,7 +252,7 @@ def test_conditions_on_values_are_checked_at_every_length(traces: Traces) -> Non
 
 
 def test_padding_masks_of_every_length_share_a_capture(traces: Traces) -> None:
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, **sizes)
 
     def call(length: int, padded: int) -> dict[str, Tensor]:
@@ -270,7 +270,8 @@ def test_padding_masks_of_every_length_share_a_capture(traces: Traces) -> None:
         (20, 3, 2), (17, 4, 4), (13, 2, 4), (23, 7, 4), (19, 0, 6), (15, 1, 6), (14, 0, 8), (22, 0, 8), (12, 2, 8),
         (16, 0, 8), (23, 0, 8), (23, 7, 8),
     ):  # fmt: skip
-        plain.zero_grad(), trained.zero_grad()
+        plain.zero_grad()
+        trained.zero_grad()
         losses = [each(**call(length, padded)).loss for each in (plain, compiled)]
         for loss in losses:
             loss.backward()
