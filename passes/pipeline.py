@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -134,16 +134,16 @@ def make_plan(
     log("captured", captured)
     if captured.forecast.peak <= machine.budget:
         return captured
-    by_section = order_by_section(trace, machine)
-    # By section first: parameters that are streamed are reloaded least often then.
-    for order in (trace,) if by_section is trace else (by_section, trace):
+    quick = tuple(each for each in passes if each.quick)
+    is_hopeless = quick and below == math.inf and proven_nbytes(trace, machine) > machine.budget
+    for order in () if is_hopeless else _orders(trace, machine):
         start = captured if order is trace else _unplanned(order, machine)
         result, is_cut = _run(start, machine, passes, log, until, interruptible, below)
         timed_out = timed_out or is_cut
         if result.forecast.peak <= machine.budget or below < math.inf:
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
-    if quick := tuple(each for each in passes if each.quick):
+    if quick:
         lowest = _at_nominal_prices(trace, machine, quick)
         if lowest.forecast.peak <= machine.budget:
             return lowest
@@ -160,11 +160,19 @@ def _at_nominal_prices(trace: Trace, machine: Machine, quick: tuple[Pass, ...]) 
     It is the same in each process, so a budget that an error names works in all of them.
     """
     nominal = replace(trace, ops=tuple(replace(op, us=NOMINAL_US) for op in trace.ops))
-    orders = {id(order): order for order in (order_by_section(nominal, machine.nominal), nominal)}.values()
-    found = (_run(_unplanned(order, machine.nominal), machine.nominal, quick, quiet, 0.0)[0] for order in orders)
+    found = [
+        _run(_unplanned(order, machine.nominal), machine.nominal, quick, quiet, 0.0)[0]
+        for order in _orders(nominal, machine.nominal)
+    ]
     best = min(found, key=lambda result: (max(machine.budget, result.forecast.peak), result.forecast.us))
     start = _unplanned(order_like(trace, best.captured.trace), machine)
     return _better(start, Proposal(best.plan), machine)
+
+
+def _orders(trace: Trace, machine: Machine) -> Sequence[Trace]:
+    """Return the step section by section, and as it is: parameters that are streamed are reloaded least often then."""
+    by_section = order_by_section(trace, machine)
+    return (trace,) if by_section is trace else (by_section, trace)
 
 
 def _unplanned(trace: Trace, machine: Machine) -> PlanResult:

@@ -34,7 +34,7 @@ def base_of(written: fx.Node) -> fx.Node | None:
     while allocates_nothing(node):
         if not _is_view(node) or not (node.target in SCATTERS or node.target in INVERSES):
             return None
-        (node,) = node.all_input_nodes
+        node = node.all_input_nodes[0]
     return node if node.op == "call_function" and isinstance(node.meta["val"], Tensor) else None
 
 
