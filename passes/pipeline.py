@@ -145,6 +145,7 @@ def make_plan(
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     if quick:
         lowest = _at_nominal_prices(trace, machine, quick)
+        log("nominal_prices", lowest)
         if lowest.forecast.peak <= machine.budget:
             return lowest
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)

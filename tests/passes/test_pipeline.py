@@ -29,7 +29,7 @@ from passes import (
     predict,
 )
 from passes.ir.machine import rates, with_rates
-from passes.pipeline import FITTING, Pass
+from passes.pipeline import FITTING, QUICK, Pass
 from tests.support.strategies import machines, traces
 
 STEP = parse("""
@@ -140,6 +140,14 @@ def test_the_lowest_of_all_plans_is_what_an_error_names() -> None:
     with pytest.raises(BudgetError) as raised:
         make_plan(STEP, Machine(5), (Pass(make_a_again), Pass(keep_all)))
     assert raised.value.smallest == predict(apply(STEP, (Recompute("a", before="q"),)), Machine(5)).peak < PEAK
+
+
+@pytest.mark.parametrize("budget", [1, FLOOR - 1])
+def test_the_plan_of_the_budget_that_an_error_names_is_logged(budget: int) -> None:
+    logged: list[PlanResult] = []
+    with pytest.raises(BudgetError) as raised:
+        make_plan(STEP, Machine(budget), QUICK, lambda name, best: logged.append(best))
+    assert logged[-1].forecast.peak == raised.value.smallest == FLOOR
 
 
 def test_a_pass_that_breaks_the_step_is_found_out() -> None:
