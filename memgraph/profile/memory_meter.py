@@ -34,7 +34,7 @@ from ..tensors.pytree import flatten, tensors_of
 T = TypeVar("T")
 Block = tuple[int, int]  # address, and bytes allocated (> 0) or freed (< 0)
 ERROR = 2  # a level of torch's C++ log
-GIVEN = -1  # an address that no block has
+GIVEN, TAKEN_BACK = -1, -2  # addresses that no block has
 FREED = "memgraph freed "  # prefix of an event's name; the rest is the number of given bytes that were freed
 
 
@@ -143,7 +143,7 @@ class CpuMeter:
         elif self._complete:
             events = _blocks(results.experimental_event_tree())
             left = given + sum(nbytes for address, nbytes in events if address == GIVEN)
-            self._events += [(GIVEN, given), *events, (GIVEN, -left)]
+            self._events += [(GIVEN, given), *events, (TAKEN_BACK, -left)]
 
     def freed(self, nbytes: int) -> None:
         with record_function(f"{FREED}{nbytes}"):
@@ -245,6 +245,9 @@ def _account(blocks: Iterable[Block]) -> Allocation:
     live: dict[int, int] = {}
     peak = now = 0
     for address, nbytes in blocks:
+        if address == TAKEN_BACK:
+            now += nbytes
+            continue  # outputs that the caller has freed count again until the next window: they are no peak
         if address == GIVEN:
             now += nbytes
         elif nbytes > 0:

@@ -97,6 +97,18 @@ def test_a_block_of_one_window_may_go_in_the_next() -> None:
     del between, other
 
 
+def test_outputs_that_the_caller_has_freed_are_no_peak_at_the_end() -> None:
+    meter = CpuMeter()
+    with meter.window():
+        output = torch.empty(1000, dtype=torch.uint8)
+    del output
+    with meter.window(given=1000 - 1000):  # its tangent, without the output
+        meter.freed(1000)
+        other = torch.empty(300, dtype=torch.uint8)
+    assert meter.allocated() == Allocation(peak=1000, net=1300)
+    del other
+
+
 def test_threads_of_others_are_not_counted() -> None:
     def work() -> None:
         thread = threading.Thread(target=block)
