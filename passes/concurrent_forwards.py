@@ -23,7 +23,7 @@ from .ir.errors import BudgetError
 from .ir.machine import Link, Machine
 from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
 from .lp.problem import proven_nbytes
-from .pipeline import QUICK, make_plan
+from .pipeline import QUICK, make_plan, with_nominal_times
 from .simulate.forecast import Forecast, predict
 from .simulate.plan_result import PlanResult
 
@@ -97,10 +97,13 @@ def fitting_beside(
 
 
 def smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
-    """Return a plan that takes few bytes. It does not depend on the budget, so what it takes is one that works."""
-    trace = without_others(trace)
-    machines = (machine, replace(machine, link=Link())) if machine.link.works else (machine,)
-    return min((_smallest_plan(trace, each, count) for each in machines), key=lambda each: each.forecast.peak)
+    """Return a plan that takes few bytes. It depends on no budget and no price, so what it takes is one that works."""
+    trace, nominal = without_others(trace), machine.nominal
+    machines = (nominal, replace(nominal, link=Link())) if machine.link.works else (nominal,)
+    found = (_smallest_plan(with_nominal_times(trace), each, count) for each in machines)
+    plan = same_plan(trace, machine, count, min(found, key=lambda each: each.forecast.peak))
+    assert plan is not None, "the ops are the same"
+    return plan
 
 
 def same_plan(trace: Trace, machine: Machine, count: int, other: PlanResult) -> PlanResult | None:

@@ -160,7 +160,7 @@ def _at_nominal_prices(trace: Trace, machine: Machine, quick: tuple[Pass, ...]) 
 
     It is the same in each process, so a budget that an error names works in all of them.
     """
-    nominal = replace(trace, ops=tuple(replace(op, us=NOMINAL_US) for op in trace.ops))
+    nominal = with_nominal_times(trace)
     found = [
         _run(_unplanned(order, machine.nominal), machine.nominal, quick, quiet, 0.0)[0]
         for order in _orders(nominal, machine.nominal)
@@ -168,6 +168,11 @@ def _at_nominal_prices(trace: Trace, machine: Machine, quick: tuple[Pass, ...]) 
     best = min(found, key=lambda result: (max(machine.budget, result.forecast.peak), result.forecast.us))
     start = _unplanned(order_like(trace, best.captured.trace), machine)
     return _better(start, Proposal(best.plan), machine)
+
+
+def with_nominal_times(trace: Trace) -> Trace:
+    """Return the step with times that no process measures."""
+    return replace(trace, ops=tuple(replace(op, us=NOMINAL_US) for op in trace.ops))
 
 
 def _orders(trace: Trace, machine: Machine) -> Sequence[Trace]:

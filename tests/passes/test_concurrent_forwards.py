@@ -33,7 +33,9 @@ def test_each_budget_from_that_of_the_smallest_plan_on_has_a_plan(trace: Trace, 
     machine = Machine(1, link=link)
     small = smallest_plan(trace, machine, count)
     assume(small.captured.trace.boundary < len(trace.ops))
-    assert smallest_plan(trace, replace(machine, budget=10**9), count).plan == small.plan
+    repriced = replace(trace, ops=tuple(replace(op, us=op.us * (i % 5)) for i, op in enumerate(trace.ops)))
+    faster = replace(machine, budget=10**9, link=replace(link, out=9 * link.out, back=2 * link.back))
+    assert smallest_plan(repriced, faster, count).plan == small.plan
     least, most = small.forecast.peak, unplanned_nbytes(trace, machine, count)
     assert least <= most
     for budget in {least, (least + most) // 2, most}:
