@@ -189,7 +189,7 @@ class Step:
             self.warned.add(min(count, MANY))
             warn_user(
                 f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
-                f"{budget}; {_advice(count)}"
+                f"{budget}; {_advice(count, trace.other_nbytes > 0)}"
             )
         most = max(self.report.together, together)
         self.report = replace(self.report, forwards=max(self.report.forwards, count), together=most)
@@ -353,7 +353,9 @@ def _window(meter: Meter | None) -> AbstractContextManager[None]:
     return meter.window() if meter is not None else nullcontext()
 
 
-def _advice(count: int) -> str:
+def _advice(count: int, is_planned: bool) -> str:
+    if is_planned:
+        return "with gradients set to None before them, with more forwards= or a larger budget they keep it"
     if count < MANY:
         return f"with forwards={count} they are planned to keep it"
     return "a forward that never has a backward belongs under torch.no_grad()"

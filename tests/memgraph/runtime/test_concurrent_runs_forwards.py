@@ -188,3 +188,14 @@ def test_what_knows_of_one_forward_is_refused(other: dict[str, Any]) -> None:
     model = net()
     with pytest.raises(ValueError, match="forwards="):
         memgraph.compile(model, ROOM, optimizer=torch.optim.SGD(model.parameters()), forwards=2, **other)
+
+
+def test_forwards_that_were_planned_for_are_not_advised_to_be() -> None:
+    """Two sets of gradients beside those that exist are more than the plan of a call that adds to them counts."""
+    options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
+    given = [x[:4] for x in batches(2)]  # small beside the gradients
+    budget = smallest_of(lambda: memgraph.plan(net(), given[0], budget=1000, **options))
+    model = memgraph.compile(net(), budget, **options)
+    with pytest.warns(RuntimeWarning, match="2 forwards are open at once.*; with gradients set to None before them"):
+        for _ in range(2):
+            summed(model, given)
