@@ -31,6 +31,7 @@ import torch
 from benchmarks.fake_cuda.described_device import environment
 from benchmarks.last_words import last_words
 from benchmarks.records import FOLDER, slug, surroundings
+from benchmarks.smoke import device_or_reason
 from tests.support.allocator_meter import preloaded
 
 from .architectures import ARCHITECTURES, QUICK
@@ -61,6 +62,9 @@ def main() -> int:
     names = [name for name in names if given.library in (None, ARCHITECTURES[name].library)]
     absent = {name for name in LIBRARIES if find_spec(name) is None}
     names = [name for name in names if ARCHITECTURES[name].library not in absent]
+    if given.device == "cuda" and isinstance(reason := device_or_reason("the zoo"), str):
+        print(reason)
+        return 1
     device = torch.cuda.get_device_name() if given.device == "cuda" else NAMES[given.device]
     record = Record(given.into or FOLDER / slug(device), device, quick=given.quick)
     shares = given.share or ((0.6,) if given.quick else SHARES)

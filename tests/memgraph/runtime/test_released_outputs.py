@@ -226,6 +226,13 @@ def least(make: Callable[[], nn.Module], x: Tensor, loss: Loss) -> int:
 
 
 @handed_over
+def test_an_evaluation_is_told_nothing_of_backward() -> None:
+    with torch.no_grad(), pytest.raises(memgraph.BudgetError) as raised:
+        memgraph.compile(Deep(), 1000, offload=None)(X)
+    assert "before backward" not in str(raised.value)
+
+
+@handed_over
 @pytest.mark.parametrize("case", [CASES["logits"], (Deep, X, outside)])
 def test_the_error_says_what_is_enough_for_a_loop_that_lets_go(
     case: tuple[Callable[[], nn.Module], Tensor, Loss],
