@@ -23,7 +23,7 @@ from .ir.errors import BudgetError
 from .ir.machine import Link, Machine
 from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
 from .lp.problem import proven_nbytes
-from .pipeline import QUICK, make_plan, with_nominal_times
+from .pipeline import QUICK, make_plan, nominal_plan, with_nominal_times
 from .simulate.forecast import Forecast, predict
 from .simulate.plan_result import PlanResult
 
@@ -252,7 +252,7 @@ def _is_single(trace: Trace, count: int) -> bool:
 
 def _smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
     """Return the plan of one forward with the lowest peak, or a better one for all that are open, by bisection."""
-    alone = _lowest(trace, machine)
+    alone = nominal_plan(trace, replace(machine, budget=1))
     if _is_single(trace, count):
         return alone
     limits = _Limits(trace, machine, count)
@@ -269,14 +269,6 @@ def _smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
         else:
             best = found
     return best
-
-
-def _lowest(trace: Trace, machine: Machine) -> PlanResult:
-    """Return the plan of the quick passes with the lowest peak."""
-    found: list[PlanResult] = []
-    with suppress(BudgetError):
-        make_plan(trace, replace(machine, budget=1), QUICK, lambda _, best: found.append(best))
-    return min(found, key=lambda each: each.forecast.peak)
 
 
 def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:

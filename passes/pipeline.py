@@ -144,7 +144,7 @@ def make_plan(
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     if quick:
-        lowest = _at_nominal_prices(trace, machine, quick)
+        lowest = nominal_plan(trace, machine, quick)
         log("nominal_prices", lowest)
         if lowest.forecast.peak <= machine.budget:
             return lowest
@@ -155,16 +155,14 @@ def make_plan(
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out)
 
 
-def _at_nominal_prices(trace: Trace, machine: Machine, quick: tuple[Pass, ...]) -> PlanResult:
-    """Return the plan that is found if all ops take equally long, and no link is measured.
+def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK) -> PlanResult:
+    """Return the plan that is found if all ops take equally long, and no link is measured, whether it fits or not.
 
     It is the same in each process, so a budget that an error names works in all of them.
     """
-    nominal = with_nominal_times(trace)
-    found = [
-        _run(_unplanned(order, machine.nominal), machine.nominal, quick, quiet, 0.0)[0]
-        for order in _orders(nominal, machine.nominal)
-    ]
+    nominal = machine.nominal
+    orders = _orders(with_nominal_times(trace), nominal)
+    found = [_run(_unplanned(order, nominal), nominal, quick, quiet, 0.0)[0] for order in orders]
     best = min(found, key=lambda result: (max(machine.budget, result.forecast.peak), result.forecast.us))
     start = _unplanned(order_like(trace, best.captured.trace), machine)
     return _better(start, Proposal(best.plan), machine)

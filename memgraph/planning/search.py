@@ -17,7 +17,6 @@ from functools import partial
 import passes
 from passes import Machine, Plan, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import plan_forwards
-from passes.lp.problem import proven_nbytes
 from passes.pipeline import BESIDE
 from passes.simulate.plan_result import try_plan
 
@@ -110,8 +109,6 @@ class PlanSearch:
             is_bounded = self.options.time_limit is not None or time.monotonic() >= late
             if is_bounded or not (error.timed_out and self.is_last):
                 raise
-            if proven_nbytes(trace, machine) > machine.budget:
-                raise  # it is proven that none fits
             LOG.info("no plan fits so far: it is searched for up to %.0f s more; time_limit= bounds it", FITTING_S)
             return self._made(trace, machine, late)
 

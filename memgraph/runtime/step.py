@@ -355,7 +355,7 @@ def _window(meter: Meter | None) -> AbstractContextManager[None]:
 
 def _advice(count: int, is_planned: bool) -> str:
     if is_planned:
-        return "with gradients set to None before them, with more forwards= or a larger budget they keep it"
+        return "with gradients set to None before them, and forwards= for as many as are open, they keep it"
     if count < MANY:
         return f"with forwards={count} they are planned to keep it"
     return "a forward that never has a backward belongs under torch.no_grad()"
