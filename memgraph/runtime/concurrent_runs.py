@@ -50,7 +50,8 @@ def waiting_nbytes() -> int:
 
 def count_passed_on(gradients: Sequence[Tensor]) -> None:
     """Count gradients that autograd holds until the running backward ends."""
-    nbytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients if not is_offloaded(gradient))
+    # Not by their storages: autograd adds out of place to a gradient whose storage was asked for, and takes more memory.
+    nbytes = sum(gradient.nbytes for gradient in gradients if not is_offloaded(gradient))
 
     def ended() -> None:
         _wait(-nbytes)

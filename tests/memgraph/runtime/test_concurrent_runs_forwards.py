@@ -81,6 +81,21 @@ def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
     assert allocated is not None and there + allocated.peak <= model.plan.peak <= budget
 
 
+def test_gradients_of_open_forwards_are_summed_in_place() -> None:
+    given, ours = [x[:4].clone() for x in batches(2)], net()
+    options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
+    budget = smallest_of(lambda: memgraph.plan(net(), given[0], budget=1, **options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = memgraph.compile(ours, budget, **options)
+        for _ in range(3):
+            summed(model, given)
+    gradients = [p.grad for p in ours.parameters() if p.grad is not None]
+    there = resident_bytes([*ours.parameters(), *given, *gradients])
+    _, allocated = measure_peak(lambda: summed(model, given))
+    assert allocated is not None and there + allocated.peak <= budget  # no room for a sum beside both terms
+
+
 def test_the_update_is_not_beside_open_forwards() -> None:
     model, x = net(), batches(1)[0][:8]
     optimizer = torch.optim.Adam(model.parameters())
