@@ -37,7 +37,8 @@ def suggest_microbatches(
     text = str(error)
     if SMALLER not in text or not _would_help(module, args, kwargs, wanted, graph, machine):
         return error
-    return BudgetError(text.replace(SMALLER, f"{PARTS} or {SMALLER}"), error.budget, error.smallest)
+    text = text.replace(SMALLER, f"{PARTS} or {SMALLER}")
+    return BudgetError(text, error.budget, error.smallest, error.timed_out, error.released)
 
 
 def _would_help(

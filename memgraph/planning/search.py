@@ -137,7 +137,6 @@ def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: 
         try:
             return search(freeing, machine)
         except passes.BudgetError as other:
-            if other.smallest >= error.smallest:
-                raise error from None
-            text = f"In a loop that frees the model's outputs before backward, budget={other.smallest} works."
-            raise passes.BudgetError(f"{error}\n{text}", error.budget, error.smallest) from None
+            if other.smallest < error.smallest:
+                error.released = other.smallest
+            raise error from None

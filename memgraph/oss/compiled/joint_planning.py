@@ -75,7 +75,8 @@ class JointPlanner:
             try:
                 result = search(trace, machine)
             except passes.BudgetError as error:
-                self._send(json.dumps({"error": str(error), "smallest": error.smallest}))
+                facts = {"error": str(error), "smallest": error.smallest, "released": error.released}
+                self._send(json.dumps(facts))
                 raise
             except BaseException as error:
                 self._send(json.dumps({"error": f"{type(error).__name__}: {error}"}))
@@ -85,7 +86,8 @@ class JointPlanner:
         text = self._send("")
         fields = json.loads(text)
         if "smallest" in fields:
-            raise passes.BudgetError(fields["error"], machine.budget, fields["smallest"])
+            smallest, released = fields["smallest"], fields["released"]
+            raise passes.BudgetError(fields["error"], machine.budget, smallest, released=released)
         if "error" in fields:
             raise PlanError(f"rank 0, which plans for all, has failed: {fields['error']}")
         return reuse_plan([SavedPlan.from_json(text)], trace, machine)

@@ -41,14 +41,19 @@ def budget_error(
     """
     if suggest:
         error = _with_microbatches(error, call, graph)
-    needed = accumulated_nbytes()
-    if needed <= error.smallest:
-        return BudgetError(f"{error}{_reasons(whole, error.smallest)}", error.budget, error.smallest)
-    text = (
-        "That is for a call that adds to gradients, as with accumulation; one that adds to none needs "
-        f"{error.smallest}: accumulate=False plans for that alone."
-    )
-    return BudgetError(f"{_with_smallest(error, needed)}\n{text}{_reasons(whole, needed)}", error.budget, needed)
+    needed, text = max(error.smallest, accumulated_nbytes()), str(error)
+    if needed > error.smallest:
+        text = (
+            f"{_with_smallest(error, needed)}\nThat is for a call that adds to gradients, as with accumulation; one that "
+            f"adds to none needs {error.smallest}: accumulate=False plans for that alone."
+        )
+    if error.released is not None:
+        alone = " with accumulate=False" if needed > error.smallest else ""
+        text += (
+            "\nAll this counts the model's outputs until the step ends. In a loop that frees them before backward, "
+            f"budget={error.released} works{alone}."
+        )
+    return BudgetError(f"{text}{_reasons(whole, needed)}", error.budget, needed)
 
 
 def refuse_value_run(

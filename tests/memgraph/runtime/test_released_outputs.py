@@ -218,7 +218,7 @@ def test_a_gradient_that_is_held_is_counted() -> None:
 
 def least(make: Callable[[], nn.Module], x: Tensor, loss: Loss) -> int:
     """The budget that is said to be enough for a loop that lets go of outputs; without that it is not."""
-    with pytest.raises(memgraph.BudgetError, match="frees the model's outputs before backward") as raised:
+    with pytest.raises(memgraph.BudgetError, match="frees them before backward") as raised:
         loss(memgraph.compile(make(), 300_000, offload=None), x)
     found = re.search(r"before backward, budget=(\d+)", str(raised.value))
     assert found and int(found[1]) < raised.value.smallest
@@ -242,6 +242,25 @@ def test_the_error_says_what_is_enough_for_a_loop_that_lets_go(
     model = memgraph.compile(make(), budget, offload=None)
     loss(model, x).backward()
     assert model.plan.measured is not None and model.plan.measured <= budget
+
+
+@handed_over
+def test_a_budget_for_a_loop_that_lets_go_is_said_to_be_for_calls_that_add_to_nothing() -> None:
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    model = nn.Sequential(*layers, nn.Linear(64, 8))
+    x, optimizer = torch.randn(16, 64), torch.optim.AdamW(model.parameters())
+    with pytest.raises(memgraph.BudgetError) as raised:
+        memgraph.compile(model, 1000, optimizer=optimizer)(x)
+    *_, both, last = str(raised.value).splitlines()
+    assert both.startswith("That is for a call that adds to gradients")
+    budget = re.search(r"before backward, budget=(\d+) works with accumulate=False", last)
+    assert budget and int(budget[1]) < raised.value.smallest
+    compiled = memgraph.compile(model, int(budget[1]), optimizer=optimizer, accumulate=False)
+    for _ in range(3):
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (compiled.plan.measured or 0) <= int(budget[1])
 
 
 @handed_over
