@@ -17,11 +17,11 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
-from ..graph.nodes import SPLITS, aten, fake_result
+from ..graph.nodes import SPLITS, aten, fake_result, has_same_strides
 
 Parts = dict[int, fx.Node]  # new values of parts of one split, by number
 
@@ -31,7 +31,7 @@ def merge_parts(graph: fx.Graph, mode: FakeTensorMode) -> None:
     copies: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
     for copy in graph.find_nodes(op="call_function", target=COPY_WITH_STRIDES):
         is_returned = any(user.op == "output" for user in copy.users)
-        if not is_returned and (part := _part_of(copy)) is not None and _layout(part) == _layout(copy):
+        if not is_returned and (part := _part_of(copy)) is not None and _is_like(part, copy):
             copies.setdefault(part.args[0], []).append((part.args[1], copy))  # type: ignore[arg-type]
     if not copies:
         return
@@ -53,9 +53,9 @@ def _part_of(copy: fx.Node) -> fx.Node | None:
     return node if node.target is operator.getitem and node.args[0].target in SPLITS else None
 
 
-def _layout(node: fx.Node) -> object:
-    value: Tensor = node.meta["val"]
-    return value.dtype, list(value.shape), list(value.stride())
+def _is_like(part: fx.Node, copy: fx.Node) -> bool:
+    value, other = part.meta["val"], copy.meta["val"]
+    return value.dtype == other.dtype and has_same_strides(value, other)
 
 
 def _is_dense(split: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..tensors.traced_size import with_sizes
+from ..tensors.traced_size import always_equal, with_sizes
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
@@ -149,7 +149,7 @@ def drop_identity_views(graph: fx.Graph, kept: set[fx.Node]) -> None:
         if source is None:
             continue
         bases[node] = [source, *bases.get(source, ())]
-        same = next((other for other in bases[node] if _layout(other) == _layout(node)), None)
+        same = next((other for other in bases[node] if _has_same_layout(other, node)), None)
         if same is not None and node not in kept:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
@@ -165,8 +165,8 @@ def drop_copies(graph: fx.Graph) -> None:
     )
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.args[0]
-        whole = source.meta["val"].untyped_storage().nbytes() == node.meta["val"].untyped_storage().nbytes()
-        if whole and _layout(source) == _layout(node) and not (storages(node) | storages(source)) & outside:
+        whole = always_equal(*([value.meta["val"].untyped_storage().nbytes()] for value in (source, node)))
+        if whole and _has_same_layout(source, node) and not (storages(node) | storages(source)) & outside:
             views = [user for user in node.users if storages(user) & storages(node)]
             if not views:
                 node.replace_all_uses_with(source)
@@ -194,10 +194,17 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return source if tensors and storages(node) == storages(source) else None
 
 
-def _layout(node: fx.Node) -> object:
-    value: Tensor = node.meta["val"]
-    lazy = value.is_conj(), value.is_neg()
-    return value.dtype, value.shape, value.stride(), value.storage_offset(), lazy
+def _has_same_layout(node: fx.Node, other: fx.Node) -> bool:
+    """Return True if two views have the same elements, for every length."""
+    value, like = node.meta["val"], other.meta["val"]
+    if (value.dtype, value.is_conj(), value.is_neg()) != (like.dtype, like.is_conj(), like.is_neg()):
+        return False
+    return has_same_strides(value, like) and always_equal([value.storage_offset()], [like.storage_offset()])
+
+
+def has_same_strides(value: Tensor, other: Tensor) -> bool:
+    """Return True if sizes and strides are equal for every length."""
+    return always_equal(value.shape, other.shape) and always_equal(value.stride(), other.stride())
 
 
 def is_lazy(node: fx.Node) -> bool:

@@ -50,7 +50,7 @@ def waiting_nbytes() -> int:
 
 def count_passed_on(gradients: Sequence[Tensor]) -> None:
     """Count gradients that autograd holds until the running backward ends."""
-    # Not by their storages: autograd adds out of place to a gradient whose storage was asked for, and takes more memory.
+    # Not by their storages: autograd adds out of place, which takes more, to a gradient whose storage was asked for.
     nbytes = sum(gradient.nbytes for gradient in gradients if not is_offloaded(gradient))
 
     def ended() -> None:

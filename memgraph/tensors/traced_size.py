@@ -18,7 +18,7 @@ import torch
 from torch import SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
 
 LEAST = 2  # lengths 0 and 1 broadcast, and make other graphs
@@ -90,6 +90,20 @@ class SizeTrace:
 
     def _numbers(self, lengths: Sequence[int]) -> dict[Any, sympy.Integer]:
         return dict(zip(self._symbols, map(sympy.Integer, lengths), strict=True))
+
+
+def always_equal(sizes: Sequence[int | SymInt], others: Sequence[int | SymInt]) -> bool:
+    """Return True if sizes are known to be equal at any length.
+
+    `==` would limit the trace to the lengths at which they are, or to those at which they are not.
+    """
+    if [*map(_number, sizes)] != [*map(_number, others)]:  # at this length they differ
+        return False
+    return all(statically_known_true(size == other) for size, other in zip(sizes, others, strict=True))
+
+
+def _number(size: int | SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, SymInt) else size
 
 
 def has_sizes(node: fx.Node) -> bool:

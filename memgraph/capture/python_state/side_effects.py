@@ -29,8 +29,11 @@ from ...guards.variable_scope import OuterVariable
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
 
-def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord]) -> None:
-    """Raise if attributes that the first trace set change the next call."""
+def refuse_side_effects(
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord] | None
+) -> None:  # fmt: skip
+    """Raise if attributes that the first trace set change the next call, which `trace` traces; None if it is known not
+    to differ."""
     changed = _first_change(before, first[2])
     if changed is None:
         return
@@ -38,6 +41,8 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
         raise stored_tensor_error(changed)
     if isinstance(changed, OuterVariable) and first[2].outer.holds(changed, FakeTensor):
         raise stored_tensor_error(_labelled(changed, before))
+    if trace is None:
+        return
     try:
         second = trace()
     except Exception as error:

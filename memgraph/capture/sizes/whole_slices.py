@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from ...graph.nodes import allocates_nothing, aten, fake_result
-from ...tensors.traced_size import SizeArgument
+from ...graph.nodes import allocates_nothing, aten, fake_result, has_same_strides
+from ...tensors.traced_size import SizeArgument, always_equal
 
 
 def drop_whole_slices(graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -31,7 +31,8 @@ def drop_whole_slices(graph: fx.Graph, mode: FakeTensorMode) -> None:
         source, begin = node.args[0], 2 if node.target is aten.slice.Tensor else 3
         bounds: list[Any] = [*node.args[begin:]]
         start, end, step = bounds + [0, None, 1][len(bounds) :]
-        if start == 0 and step == 1 and _has_same_layout(node, source) and _is_open(end, node, begin):
+        is_whole = has_same_strides(node.meta["val"], source.meta["val"])
+        if start == 0 and step == 1 and is_whole and _is_open(end, node, begin):
             moved |= node.users.keys() & views if node not in views else set()
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -41,11 +42,5 @@ def _is_open(end: object, node: fx.Node, begin: int) -> bool:
     """Return True if a slice ends where the dimension does, whatever its length."""
     length = node.meta["val"].shape[node.args[begin - 1]]
     if isinstance(end, SizeArgument):
-        return bool(end.size.node.expr == getattr(getattr(length, "node", None), "expr", None))
+        return always_equal([end.size], [length])
     return end is None or end > 1 << 62  # type: ignore[operator]
-
-
-def _has_same_layout(node: fx.Node, other: fx.Node) -> bool:
-    """Return True if sizes and strides are equal for every length."""
-    value, source = node.meta["val"], other.meta["val"]
-    return [*map(str, (*value.shape, *value.stride()))] == [*map(str, (*source.shape, *source.stride()))]

@@ -44,8 +44,8 @@ def budget_error(
     needed, text = max(error.smallest, accumulated_nbytes()), str(error)
     if needed > error.smallest:
         text = (
-            f"{_with_smallest(error, needed)}\nThat is for a call that adds to gradients, as with accumulation; one that "
-            f"adds to none needs {error.smallest}: accumulate=False plans for that alone."
+            f"{_with_smallest(error, needed)}\nThat is for a call that adds to gradients, as with accumulation; one "
+            f"that adds to none needs {error.smallest}: accumulate=False plans for that alone."
         )
     if error.released is not None:
         alone = " with accumulate=False" if needed > error.smallest else ""
