@@ -9,7 +9,9 @@ import re
 
 import typer
 
-from ..system.byte_sizes import nbytes_within
+from ..system.byte_sizes import BudgetRequest, nbytes_within
+
+OPTION = BudgetRequest("--budget", "the device", "leave it out")
 
 
 def share_or_text(given: str) -> str | float:
@@ -24,6 +26,6 @@ def budget_within(given: str, memory: int, title: str) -> int:
         typer.BadParameter: it can't be read, or is more than that.
     """
     try:
-        return nbytes_within(share_or_text(given), memory, title)
+        return nbytes_within(share_or_text(given), memory, title, OPTION)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

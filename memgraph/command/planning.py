@@ -55,7 +55,10 @@ Slices = Annotated[bool, typer.Option(help="run chains of ops in parts of their 
 
 def plan(
     target: Target,
-    budget: Annotated[str, typer.Option(help='bytes, as "8GB" or "8GiB", or a share of the memory, as 0.5')],
+    budget: Annotated[
+        str | None,
+        typer.Option(help='bytes, as "8GB" or "8GiB", or a share of the memory, as 0.5; by default what is free'),
+    ] = None,
     output: NewPlan = None,
     html: NewPage = None,
     trace: Annotated[
@@ -79,7 +82,8 @@ def plan(
     \b
     Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
     """
-    wanted, options = _number(budget), _options(time_limit, offload, slices="auto" if slices else None)
+    wanted = None if budget is None else _number(budget)
+    options = _options(time_limit, offload, slices="auto" if slices else None)
     with stdout_for_data():
         call = _loaded(target)
         report = plan_call(call.model, *call.args, budget=wanted, **options, **call.options)
@@ -88,7 +92,7 @@ def plan(
     write(report, as_json)
     if not as_json and not report.choice.interrupted:
         with suppress(KeyboardInterrupt):  # the answer is there
-            _print_help(call, report, wanted, options)
+            _print_help(call, report, options)
     return 0
 
 
@@ -156,11 +160,11 @@ def _loaded(target: str) -> ModelCall:
     return call
 
 
-def _print_help(call: ModelCall, report: Report, budget: str | float, options: dict[str, Any]) -> None:
+def _print_help(call: ModelCall, report: Report, options: dict[str, Any]) -> None:
     """Print the options with which a plan that costs much would cost less."""
     given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
     took_s = report.planned_us / 1e6
-    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), budget, given, took_s)
+    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), report.budget, given, took_s)
     with stdout_for_data():
         helps = attempts.better_than(report)
     if helps:

@@ -31,8 +31,8 @@ from .populate_pages import populate_pages
 from .spill_file import whole_pages
 
 VARIABLE = "MEMGRAPH_PINNED"
-PINNED = BudgetRequest("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
-NAMED = BudgetRequest(VARIABLE, "the host", "half of that")
+PINNED = BudgetRequest("pinned", "the host", f"None for what {VARIABLE} names, or half of the host's memory")
+NAMED = BudgetRequest(VARIABLE, "the host", "None for half of that")
 REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which can access it
 MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # private pages, which are pinned faster than shared ones
 

@@ -31,19 +31,19 @@ WHOLE = "bytes are whole, and a share is at most 1"
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """An argument that is a number of bytes: its name, the owner of the memory, and the meaning of None."""
+    """An argument that is a number of bytes: its name, the owner of the memory, and what else may be given."""
 
     name: str
     whose: str
-    none: str
+    otherwise: str
 
     @property
     def forms(self) -> str:
         share = f"a float in (0, 1] of {self.whose}'s memory"
-        return f'write e.g. "8GB", "8GiB", "500MB", an int of bytes, {share}, or None for {self.none}'
+        return f'write e.g. "8GB", "8GiB", "500MB", an int of bytes, {share}, or {self.otherwise}'
 
 
-BUDGET = BudgetRequest("budget", "the device", "what is free")
+BUDGET = BudgetRequest("budget", "the device", "None for what is free")
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
@@ -79,7 +79,9 @@ def nbytes_within(given: str | int | float, available: int, where: str, asked: B
     if nbytes <= 0:
         raise ValueError(f"{said} is {nbytes} bytes, which is not positive; {asked.forms}")
     if nbytes > available:
-        raise ValueError(f"{said} is {nbytes} bytes, but {where} has {available}; give at most that, or None")
+        raise ValueError(
+            f"{said} is {nbytes} bytes, but {where} has {available}; give at most that, or {asked.otherwise}"
+        )
     return nbytes
 
 

@@ -120,6 +120,13 @@ def test_what_the_factory_prints_is_no_data(target: str) -> None:
     assert all(f"from {each}" in done.stderr for each in ("Python", "the process", "a child"))
 
 
+def test_without_a_budget_a_plan_may_use_what_is_free(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{target}:setup", "--json"]) == 0
+    assert memgraph.Report.from_json(capsys.readouterr().out).budget > 100e6
+    assert main(["plan", f"{target}:setup", "--budget", "None"]) == 2
+    assert "--budget='None' can't be read" in capsys.readouterr().err
+
+
 def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{target}:setup", "--budget", "100KB"]) == 3
     assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
