@@ -113,7 +113,7 @@ def compile(
             call: a submodule of `slices` has no ops that can run in parts.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
-        SpillError: `spill_dir` is no folder.
+        SpillError: `spill_dir` is no folder, or takes no files.
         PinnedError: at a call: open runs, or the state of several models, need more than `pinned`.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.

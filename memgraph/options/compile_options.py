@@ -18,7 +18,7 @@ import torch
 
 from ..report.saved_plan import PlanRecord, SavedPlan, saved_plan
 from ..storage.pinned_pool import pinned_nbytes
-from ..storage.spill_file import spill_folder
+from ..storage.spill_file import require_writable
 from ..storage.wire_cast import wire_name
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses
 from .argument_rules import check_argument
@@ -130,7 +130,7 @@ def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOpti
     checked = {name: check_argument(name, value) for name, value in {"budget": budget, **DEFAULTS, **given}.items()}
     _refuse_mixed(checked, saved is not None)
     if checked["spill_dir"] is not None:
-        spill_folder(checked["spill_dir"])
+        require_writable(checked["spill_dir"])
     converted = {
         "wire_dtype": wire_name(checked["wire_dtype"]),
         "plans": _plans(saved),

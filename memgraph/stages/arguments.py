@@ -19,7 +19,7 @@ from passes.stages.pipeline_schedule import SCHEDULES, PipelineSchedule
 from ..guards.module_proxy import ModuleProxy
 from ..options.argument_rules import check_argument
 from ..oss.comm.agreement import describe, report_errors
-from ..storage.spill_file import Folder, spill_folder
+from ..storage.spill_file import Folder, require_writable
 from ..storage.tiers import tier_name
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
@@ -172,7 +172,7 @@ class GivenArguments:
         )
         time_limit = check_argument("time_limit", self.time_limit)
         if spill_dir is not None:
-            spill_folder(spill_dir)
+            require_writable(spill_dir)
         meta = sum(tensor.is_meta for tensor in all_tensors(model).values())
         if 0 < meta < len(all_tensors(model)):
             raise ValueError(

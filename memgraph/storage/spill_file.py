@@ -41,6 +41,15 @@ def spill_folder(folder: Folder = None) -> Path:
     return chosen.absolute()
 
 
+def require_writable(folder: Folder) -> None:
+    """Make a file of one page in a folder that the user has named.
+
+    Raises:
+        SpillError: it is no folder, or takes no files.
+    """
+    os.close(unnamed_file(spill_folder(folder), PAGE))
+
+
 def is_ram(folder: Path) -> bool:
     """Return True if files in `folder` stay in memory, and False where the kernel does not tell."""
     return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in _mounts(folder))
