@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ MANY_SIZES = 3  # different sizes or numbers in one argument: then warn
 MANY_ALIKE = 6  # calls with equal sizes: training, eval, and each with and without gradients make four
 KEPT = 16  # forms of calls that are counted; the least recent one is dropped
 PAD = "pad it to a few lengths, to multiples of 64 say"
+DROP = "if it is that of the batch, leave out a smaller last one (drop_last=True of a DataLoader)"
 TENSOR = "give a tensor instead of the number"
 REST = "time_limit= shortens planning, and plan= spares it"
 
@@ -83,12 +85,18 @@ def _names(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def _advice(path: ArgumentPath) -> list[str]:
+    if ", dimension " not in path:
+        return [TENSOR]
+    return [PAD, DROP] if path.endswith(", dimension 0") else [PAD]
+
+
 def _warning(calls: Sequence[dict[ArgumentPath, Any]]) -> str:
     latest = calls[-1]
     differ = {path: list(dict.fromkeys(sizes.get(path) for sizes in calls)) for path in latest}
     differ = {path: values for path, values in differ.items() if len(values) >= MANY_SIZES}
     if differ:
-        advice = dict.fromkeys(PAD if ", dimension " in path else TENSOR for path in differ)
+        advice = dict.fromkeys(chain.from_iterable(map(_advice, differ)))
         which = "; ".join(f"{path} ({', '.join(map(repr, values[-MANY_SIZES:]))})" for path, values in differ.items())
         return (
             f"{which} differs from call to call, and each kind of call is captured and planned: "

@@ -38,7 +38,8 @@ def test_the_third_length_is_said_with_its_dimension_once() -> None:
     assert texts[:2] == ["", ""] and texts[3] == ""
     assert "x, dimension 0 (9, 8, 7) differs" in texts[2]
     assert "pad it" in texts[2] and "time_limit=" in texts[2] and "plan=" in texts[2]
-    assert "tensor instead" not in texts[2]
+    assert "tensor instead" not in texts[2] and "drop_last=True" in texts[2]
+    assert "drop_last" not in said(*(given(torch.ones(4, n)) for n in (9, 8, 7)))[2]
 
 
 def test_the_third_number_is_said_by_its_name() -> None:
