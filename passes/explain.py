@@ -123,5 +123,5 @@ def _advice(trace: Trace, op: Op, live: tuple[Lifetime, ...], machine: Machine) 
 
 
 def _is_loss(ops: Iterable[Op]) -> bool:
-    """Return True if the peak is at the loss, or in its results."""
-    return any(name in op.fn for op in ops for name in LOSSES)
+    """Return True if the peak is at a loss, or in its results, that is not computed in parts already."""
+    return any(name in op.fn for op in ops if not op.section for name in LOSSES)

@@ -85,6 +85,11 @@ Give budget=5558, or a smaller batch (the same batch in several parts, whose gra
     )
 
 
+def test_a_loss_that_is_sliced_already_is_not_advised_to_be() -> None:
+    sliced = replace(LOSS, ops=tuple(replace(op, section=1) if "softmax" in op.fn else op for op in LOSS.ops))
+    assert "in chunks" in message(LOSS, Machine(3000)) and "in chunks" not in message(sliced, Machine(3000))
+
+
 def test_a_floor_that_is_elsewhere_than_the_least_peak_is_listed() -> None:
     assert_expected_inline(
         message(ONCE, Machine(2000)),
