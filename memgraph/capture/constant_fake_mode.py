@@ -9,15 +9,15 @@ input are unknown, and it is an error to ask for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -32,7 +32,7 @@ from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storage
 from ..graph.op_descriptions import describe
 from ..guards.refused_collectives import refuse_collective
 from ..tensors.traced_number import ValueNeededError
-from ..tensors.traced_size import SizeNeededError, has_sizes
+from ..tensors.traced_size import Number, SizeArgument
 from .floats.float_inputs import with_values
 from .sizes.size_inputs import SizeInputs
 from .values.questions import Answer, ValuesNeeded
@@ -133,17 +133,34 @@ class ConstantFakeMode(FakeTensorMode):
             raise
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """Return the real value of a traced tensor if no input affects it."""
+        """Return the real value of a traced tensor if no input affects it; at other lengths it has to be the same."""
+        compute = self._constant(tensor)
+        if compute is None:
+            return None
+        value = compute(int)
+        if self.sizes is not None:
+            self.sizes.trace.require(lambda number: torch.equal(compute(number), value))
+        return value
+
+    def has_value(self, tensor: Tensor) -> bool:
+        """Return True if no input affects a traced tensor."""
+        return self._constant(tensor) is not None
+
+    def _constant(self, tensor: Tensor) -> Callable[[Number], Tensor] | None:
+        """Return a function that computes the real value of a traced tensor; None if an input affects it."""
         node = self.tracer and get_proxy_slot(tensor, self.tracer, None, lambda slot: slot.proxy.node)
         needed = _dependencies(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
-        if self.shape_env is not None and any(map(has_sizes, needed)):
-            raise SizeNeededError("forward looks at a tensor that is made of it")
         if any(map(float_arguments, needed)):
             raise ValueNeededError("forward looks at a tensor that is made of it")
-        with _disable_current_modes(), torch.no_grad():
-            return _run(needed, self.tracer.root)
+        copies = dict[fx.Node, fx.Node]()  # as later passes change the nodes of the trace
+        graph = fx.Graph()
+        for each in needed:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+        names = [str(each.target) for each in needed if each.op == "get_attr"]
+        constants = {name: getattr(self.tracer.root, name) for name in names}
+        return partial(_run, list(graph.nodes), constants)
 
 
 def _record_storages(func: Any, result: Any) -> None:
@@ -176,7 +193,7 @@ def constant_transformers_checks(mode: ConstantFakeMode, tensors: Sequence[Tenso
 
     def is_fake_tensor(thing: Any) -> bool:
         nonlocal is_unknown
-        if not isinstance(thing, FakeTensor) or mode.answers is not None or mode.value(thing) is not None:
+        if not isinstance(thing, FakeTensor) or mode.answers is not None or mode.has_value(thing):
             return False
         is_unknown = True
         return True
@@ -232,12 +249,15 @@ def _changed_in_place(nodes: list[fx.Node]) -> bool:
     return any(storages(written) & constant for node in nodes[0].graph.nodes for written in written_inputs(node))
 
 
-def _run(nodes: list[fx.Node], root: nn.Module) -> Any:
+def _run(nodes: list[fx.Node], constants: Mapping[str, Any], number: Number) -> Any:
+    """Compute the value of the last node; `number` says what the sizes of the trace are."""
     values: dict[fx.Node, Any] = {}
-    for node in nodes:
-        if node.op == "get_attr":
-            values[node] = getattr(root, str(node.target))
-        else:
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    with _disable_current_modes(), torch.no_grad():
+        for node in nodes:
+            if node.op == "get_attr":
+                values[node] = constants[str(node.target)]
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                args, kwargs = pytree.tree_map_only(SizeArgument, number, (args, kwargs))
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return values[nodes[-1]]

@@ -21,6 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils import _pytree as pytree
 
+Number = Callable[[Any], int]  # from a size of a trace to the number that it is
 LEAST = 2  # lengths 0 and 1 broadcast, and make other graphs
 
 
@@ -48,6 +49,7 @@ class SizeTrace:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.sizes: list[int | SymInt] = []
+        self._conditions: list[Callable[[Number], bool]] = []
         self._symbols: list[Any] = []
         for place, length in enumerate(lengths):
             source = ConstantSource(f"length_{place}")
@@ -61,6 +63,10 @@ class SizeTrace:
         with mock.patch.object(proxy_tensor, "fetch_sym_proxy", lambda tracer: _argument):
             yield
 
+    def require(self, condition: Callable[[Number], bool]) -> None:
+        """Limit the trace to lengths for which a condition holds; it is given what a size of the trace is."""
+        self._conditions.append(condition)
+
     @property
     def is_general(self) -> bool:
         """Return False if the trace needed the value of a length."""
@@ -70,9 +76,12 @@ class SizeTrace:
         """Return True if the call is traced to the same ops with these lengths."""
         numbers = self._numbers(lengths)
         guards = dict.fromkeys(guard.expr for guard in self.env.guards)
-        return min(lengths) >= LEAST and all(guard.xreplace(numbers) == sympy.true for guard in guards)
+        if min(lengths) < LEAST or not all(guard.xreplace(numbers) == sympy.true for guard in guards):
+            return False
+        number = self.at(lengths)
+        return all(condition(number) for condition in self._conditions)
 
-    def at(self, lengths: Sequence[int]) -> Callable[[Any], int]:
+    def at(self, lengths: Sequence[int]) -> Number:
         """Return the function from a size of the trace to the number that it is for these lengths."""
         numbers, known = self._numbers(lengths), dict[Any, int]()
 

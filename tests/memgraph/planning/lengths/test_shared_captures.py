@@ -1,17 +1,20 @@
-"""Sizes that are equal at one length only: they are no reason to capture that length for itself."""
+"""What is so at one length by chance, or at many: it is no reason to capture each length for itself."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import memgraph
 from memgraph.capture.joint import trace_joint
 from memgraph.tensors.traced_size import SizeTrace, always_equal
-from tests.support.lengths import Branch, Traces, check
+from tests.support.lengths import Branch, Traces, check, ids_of
 
 
 class Classes(nn.Module):
@@ -62,3 +65,29 @@ def test_a_forward_that_sets_an_attribute_is_traced_with_symbols_once(monkeypatc
     monkeypatch.setattr(trace_joint, "partial", lambda _, *given: partial(traced, *given))
     check(Remembers(lambda linear, x: linear(x).relu()), [(torch.randn(n, 6),) for n in (9, 7, 5)])
     assert with_symbols == [False, False, True]  # with the attribute before it is set, and after
+
+
+def test_what_python_reads_of_positions_holds_for_lengths_at_which_it_is_the_same(traces: Traces) -> None:
+    def near_or_far(linear: Any, x: Tensor) -> Tensor:
+        return linear(x).sin() if torch.arange(x.shape[0]).sum() > 20 else linear(x).cos()
+
+    check(Branch(near_or_far), [(torch.randn(n, 6),) for n in (9, 8, 12, 7)])
+    assert (traces.plain, traces.general) == (1, 1)
+    check(Branch(near_or_far), [(torch.randn(n, 6),) for n in (9, 8, 4, 7, 3, 5, 12, 6, 2)])
+
+
+def test_a_language_model_without_a_mask_shares_a_capture(traces: Traces) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, **sizes))
+    plain = copy.deepcopy(model)
+    compiled = memgraph.compile(model, accumulate=False)
+    for length in (12, 9, 17, 5):  # it asks whether positions begin anew somewhere, of positions that it made
+        losses = [each(input_ids=ids_of(length), labels=ids_of(length)).loss for each in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+        plain.zero_grad()
+        model.zero_grad()
+    assert (traces.plain, traces.general) == (1, 1)
