@@ -1,4 +1,4 @@
-"""What is so at one length by chance, or at many: it is no reason to capture each length for itself."""
+"""Captures that many lengths share, where sizes are equal by chance or Python reads positions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_language_model_without_a_mask_shares_a_capture(traces: Traces) -> Non
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, **sizes))
     plain = copy.deepcopy(model)
     compiled = memgraph.compile(model, accumulate=False)
-    for length in (12, 9, 17, 5):  # it asks whether positions begin anew somewhere, of positions that it made
+    for length in (12, 9, 17, 5):  # it asks of positions that it has made whether they begin again
         losses = [each(input_ids=ids_of(length), labels=ids_of(length)).loss for each in (plain, compiled)]
         for loss in losses:
             loss.backward()
