@@ -125,7 +125,7 @@ def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:
     if what == "balance":
         given["balance"] = [0, 10_000]
     if what == "branch":
-        model, batch = Branch(), {"x": torch.ones(8, 4)}
+        model, batch = Branch(), {"input": torch.ones(8, 4)}
     if what == "tiny":
         given["budget"] = 50_000
     if what == "again":
