@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.parameter_groups import parameter_groups
 from ..tensors.pytree import Spec, tensors_of
+from .pending_writes import PendingWrites
 
 PLANS = 8  # steps that are always kept
 NODES = 10_000  # in their graphs: more steps are kept while they have fewer; a node takes about 5 kB
@@ -53,6 +55,7 @@ class KeptSteps:
         captures: of dropped steps.
         sizes: captures with symbols for lengths.
         variants: the values of tensors that steps of one signature rest on.
+        writes: what eager would have written to attributes.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -61,6 +64,7 @@ class KeptSteps:
         self.captures, self.sizes, self.variants = CaptureCache(), SizeKeys(), ValueVariants()
         self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
         self._floats, self._counters = FloatKeys(self._attributes, self.captures), CounterKeys(self._attributes)
+        self.writes = PendingWrites()
         self._parameters = tuple[int, ...]()  # those of the latest call, by their ids
 
     def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], Key]:
@@ -91,6 +95,7 @@ class KeptSteps:
         step = self.steps.get(key)
         if step is None or step.needs_replan:
             return self._planned(args, kwargs, call)
+        self._check_writes(args, kwargs, call)
         with suppress(KeyError):  # another thread may have dropped it by now
             self.steps.move_to_end(key)
         return step, floats
@@ -100,11 +105,15 @@ class KeptSteps:
         with PLANNING_LOCK:
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                new = self._new_step(args, kwargs, key)
+                self._check_writes(args, kwargs, call)
+                with self.writes.in_place():
+                    new = self._new_step(args, kwargs, key)
                 captured = new.parts.captured
+                self.writes.add(_kind_of(call), captured.writes)
                 call, key = (self._counters.add(known, captured.counters, self.planner.module) for known in (call, key))
                 call, key = self._without_changed_attributes(captured, call, key)
                 call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
+                self.writes.note(_kind_of(call))
                 key, floats = self._floats.add(call, key, new, steps)
                 if warning := self.variants.warning(key, [part.path for part in captured.opaque]):
                     warn_user(warning)
@@ -168,6 +177,10 @@ class KeptSteps:
         LOG.info("planned in %.1f s: %.1f MB, step %+.1f %%", seconds, megabytes, overhead)
         return step
 
+    def _check_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> None:
+        """Make sure that a kind of call has the graph of its capture, whatever other kinds have written since."""
+        self.writes.check(_kind_of(call), partial(self.planner.captured, args, kwargs, call[2]))
+
     def _preferred_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step | None:
         """Return a step in which the submodules that ask for many values run as they are, if there is such a plan."""
         preferred = self.variants.preferred(key) if self.planner.options.opaque is True else ()
@@ -212,6 +225,12 @@ class KeptSteps:
         """Count one more kind of calls, and warn if there are ever more."""
         if warning := self._kinds.warning(args, kwargs):
             warn_user(warning)
+
+
+def _kind_of(call: Key) -> Hashable:
+    """Return what the capture of a call depends on, whatever values of tensors it rests on."""
+    (guard, _), _, outputs = cast("tuple[Any, bool, OutputSelector]", call)
+    return guard, outputs
 
 
 def _weight(step: Step) -> int:

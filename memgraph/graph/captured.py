@@ -16,6 +16,7 @@ from passes.slices.row_blocks import Rows
 from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
+from ..guards.attribute_writes import AttributeWrite
 from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
@@ -48,7 +49,8 @@ class Captured:
 
     Parts of the module that run as they are: `opaque`.
 
-    `counters` are numbers on the module that forward changes, and on which the graph does not depend.
+    `counters` are numbers on the module that forward changes, and on which the graph does not depend. `writes` are what
+    it changes of attributes besides.
 
     `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
 
@@ -78,6 +80,7 @@ class Captured:
     guards: tuple[ValueGuard, ...] = ()
     value_run_nbytes: int = 0
     counters: tuple[Counter, ...] = ()
+    writes: tuple[AttributeWrite, ...] = ()
     opaque: tuple[Part, ...] = ()
     slices: tuple[Slice, ...] = ()
     whole: Captured | None = None

@@ -5,6 +5,7 @@ hashed_tuple          a tuple that computes its hash once
 owned_tensors         parameters and buffers of a module, listed quickly
 module_attributes     attributes that forward may read, as a key
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
+attribute_writes      what a forward writes to attributes, for captures of other calls
 outer_scopes          variables outside of attributes that forward may refer to
 outer_snapshot        their values at one moment
 variable_scope        one place that holds variables, and the lines that name one

@@ -53,8 +53,7 @@ def capture_step(
         where = target()
         refuse_hooks(module)
         state.before_capture()
-        batch_nbytes = argument_nbytes(call.args, call.kwargs)
-        room = room_nbytes(where.budget, where.device, state.resident_nbytes(), batch_nbytes)
+        room = capture_room(call, where, state)
         request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state, room)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
         if known is None and shares and isinstance(call.general, KnownLength):
@@ -79,6 +78,12 @@ def capture_step(
 
     first, later = graphs_of(captured, module, options, trained)
     return step(first, None if later is None else step(later))
+
+
+def capture_room(call: Call, target: Target, state: OptimizerState) -> int:
+    """Return the bytes that the budget leaves for what has to be run before a capture."""
+    batch_nbytes = argument_nbytes(call.args, call.kwargs)
+    return room_nbytes(target.budget, target.device, state.resident_nbytes(), batch_nbytes)
 
 
 def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceRequest:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ...graph.captured import Input, Output
 from ...graph.counters import Counter
+from ...guards.attribute_writes import AttributeWrite
 from ...tensors.pytree import Spec
 from ..constant_fake_mode import ConstantFakeMode
 
@@ -33,3 +34,4 @@ class JointGraph:
     has_custom_functions: bool
     rewritten: Mapping[int, int]
     counters: tuple[Counter, ...]
+    writes: tuple[AttributeWrite, ...]

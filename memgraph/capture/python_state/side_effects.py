@@ -59,7 +59,7 @@ def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | 
 
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     """Return True if two traces gave the same graph and the same results."""
-    return first[1] == second[1] and _is_same_graph(first[0], second[0])
+    return first[1] == second[1] and is_same_graph(first[0], second[0])
 
 
 def _changed_call_error(changed: str | OuterVariable, before: AttributeSnapshot) -> CaptureError:
@@ -85,7 +85,7 @@ def _attribute(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
     return f"{readers[0]}.forward" if readers and "" not in readers else ""
 
 
-def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+def is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
     """Compare ops and constants; names of nodes may differ."""
     if described_ops(first.graph) != described_ops(second.graph):
         return False

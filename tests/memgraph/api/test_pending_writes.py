@@ -1,0 +1,153 @@
+"""What one kind of call writes to attributes is there when another kind is captured, as it is in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.api.pending_writes import STATES
+from tests.support.compare import ROOM
+
+
+class Writing(nn.Module):
+    """Its forward writes to an attribute, and scales by what it then finds there."""
+
+    def __init__(self, scale: Callable[[Any, int], float]) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(4, 4), scale
+        self.seen: Any = {}
+        self.rows: Any = None
+        self.listed: list[int] = []
+        self.held = SimpleNamespace(kinds={}, largest=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale(self, x.shape[0])
+
+
+def number(part: Any, rows: int) -> float:
+    if rows not in part.seen:
+        part.seen[rows] = len(part.seen)
+    return 1.0 + part.seen[rows]
+
+
+def first(part: Any, rows: int) -> float:
+    part.rows = part.rows or rows
+    return float(part.rows)
+
+
+def new_attribute(part: Any, rows: int) -> float:
+    if not hasattr(part, "made_for"):
+        part.made_for = (rows, {"rows": rows})
+    return float(part.made_for[1]["rows"])
+
+
+def listed(part: Any, rows: int) -> float:
+    if rows not in part.listed:
+        part.listed.append(rows)
+    return 1.0 + part.listed.index(rows)
+
+
+def in_an_object(part: Any, rows: int) -> float:
+    part.held.kinds.setdefault(rows, 2.0 * len(part.held.kinds))
+    return float(part.held.kinds[rows])
+
+
+def replaced(part: Any, rows: int) -> float:
+    part.seen = {**part.seen, rows: part.seen.get(rows, len(part.seen))}
+    return 1.0 + part.seen[rows]
+
+
+def latest(part: Any, rows: int) -> float:
+    part.rows = (rows,)
+    return 1.0
+
+
+@pytest.mark.parametrize("scale", [number, first, new_attribute, listed, in_an_object, replaced, latest])
+@pytest.mark.parametrize("order", [(9, 7, 9, 5, 7, 9, 5), (2, 3, 2)])
+def test_kinds_of_calls_see_what_others_wrote(scale: Callable[[Any, int], float], order: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    plain = Writing(scale)
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for rows in order:
+        assert_same_step(plain, ours, compiled, rows)
+    assert (ours.seen, ours.rows, ours.listed, ours.held.kinds) == ({}, None, [], {})
+
+
+def largest(part: Any, rows: int) -> float:
+    part.held.largest = max(part.held.largest or 0, rows)
+    return float(part.held.largest)
+
+
+def alternating(part: Any, rows: int) -> float:
+    part.seen.setdefault(rows, None)
+    return float(max(part.seen))
+
+
+@pytest.mark.parametrize("scale, where", [(largest, "held"), (alternating, "seen")])
+def test_a_call_that_a_later_kind_changes_is_refused(scale: Callable[[Any, int], float], where: str) -> None:
+    torch.manual_seed(0)
+    plain = Writing(scale)
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for rows in (2, 3):
+        assert_same_step(plain, ours, compiled, rows)
+    with pytest.raises(memgraph.CaptureError, match=f"what other calls leave in {where} changes this one"):
+        compiled(torch.ones(2, 4))
+    assert_same_step(plain, ours, compiled, 3)
+
+
+def test_evaluation_sees_what_training_wrote() -> None:
+    torch.manual_seed(0)
+    plain = Writing(lambda part, rows: part.seen.setdefault("train", 3.0) if part.training else len(part.seen))
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    assert_same_step(plain, ours, compiled, 2)
+    plain.eval()
+    compiled.eval()
+    with torch.no_grad():
+        assert torch.equal(plain(torch.ones(2, 4)), compiled(torch.ones(2, 4)))
+
+
+def test_a_plan_of_a_call_that_never_runs_writes_nothing() -> None:
+    torch.manual_seed(0)
+    plain = Writing(number)
+    ours = copy.deepcopy(plain)
+    memgraph.plan(ours, torch.ones(9, 4), budget=ROOM)
+    compiled = memgraph.compile(ours, ROOM)
+    for rows in (2, 3):
+        assert_same_step(plain, ours, compiled, rows)
+
+
+def test_a_kind_of_call_is_captured_again_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Any = memgraph.compile(Writing(number), ROOM)
+    captured: list[int] = []
+    plain = compiled._kept.planner.captured
+
+    def count(*call: Any) -> Any:
+        captured.append(1)
+        return plain(*call)
+
+    monkeypatch.setattr(compiled._kept.planner, "captured", count)
+    for rows in range(2, 10):
+        compiled(torch.ones(rows, 4)).sum().backward()
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert len(captured) == 2 * (STATES - 2)  # besides those before and after its own first run
+
+
+def assert_same_step(plain: nn.Module, ours: nn.Module, compiled: nn.Module, rows: int) -> None:
+    x = torch.linspace(-1, 1, 4 * rows).view(rows, 4)
+    results = []
+    for module, run in ((plain, plain), (ours, compiled)):
+        module.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y, *(parameter.grad for parameter in module.parameters())])
+    assert all(map(torch.equal, *results)), rows
