@@ -171,4 +171,7 @@ def _trained(
 
 
 if __name__ == "__main__":
-    print(globals()[sys.argv[1]](torch.device("cpu") if sys.argv[2] == "cpu" else torch.device("cuda", 0)))
+    _, case, where = sys.argv
+    if where == "cuda" and not torch.cuda.is_available():
+        sys.exit("there is no CUDA device here: give cpu in its place")
+    print(globals()[case](torch.device(where, 0) if where == "cuda" else torch.device(where)))

@@ -147,6 +147,7 @@ class CompiledModule(ModuleProxy):
         outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
         self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)
+        self._kept.writes.advance(captured.writes)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
     def refuse_partial_update(self) -> None:

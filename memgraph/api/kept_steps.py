@@ -34,7 +34,6 @@ from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.parameter_groups import parameter_groups
 from ..tensors.pytree import Spec, tensors_of
 from .pending_writes import PendingWrites
 
@@ -95,7 +94,7 @@ class KeptSteps:
         step = self.steps.get(key)
         if step is None or step.needs_replan:
             return self._planned(args, kwargs, call)
-        self._check_writes(args, kwargs, call)
+        self._check_writes(args, kwargs, step, call)
         with suppress(KeyError):  # another thread may have dropped it by now
             self.steps.move_to_end(key)
         return step, floats
@@ -105,21 +104,19 @@ class KeptSteps:
         with PLANNING_LOCK:
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                self._check_writes(args, kwargs, call)
                 with self.writes.in_place():
                     new = self._new_step(args, kwargs, key)
                 captured = new.parts.captured
-                self.writes.add(_kind_of(call), captured.writes)
                 call, key = (self._counters.add(known, captured.counters, self.planner.module) for known in (call, key))
                 call, key = self._without_changed_attributes(captured, call, key)
                 call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
-                self.writes.note(_kind_of(call))
                 key, floats = self._floats.add(call, key, new, steps)
                 if warning := self.variants.warning(key, [part.path for part in captured.opaque]):
                     warn_user(warning)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
+            self._check_writes(args, kwargs, step, call)
             steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 self._drop(next(iter(steps)))
@@ -139,7 +136,7 @@ class KeptSteps:
         ids = tuple(map(id, parameters))
         if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
             return
-        updated = set(map(id, parameter_groups(self.planner.state.optimizer)))
+        updated = self.planner.state.updated_ids
         with PLANNING_LOCK:
             trained = {key: {*map(id, step.parts.trained)}.difference(ids) for key, step in self.steps.items()}
             for key in [key for key, others in trained.items() if not others <= updated]:
@@ -177,9 +174,9 @@ class KeptSteps:
         LOG.info("planned in %.1f s: %.1f MB, step %+.1f %%", seconds, megabytes, overhead)
         return step
 
-    def _check_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> None:
-        """Make sure that a kind of call has the graph of its capture, whatever other kinds have written since."""
-        self.writes.check(_kind_of(call), partial(self.planner.captured, args, kwargs, call[2]))
+    def _check_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, call: Key) -> None:
+        """Make sure that a step has the graph of its capture, whatever other calls have written since."""
+        self.writes.check(step.parts.captured.writes, partial(self.planner.captured, args, kwargs, call[2]))
 
     def _preferred_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step | None:
         """Return a step in which the submodules that ask for many values run as they are, if there is such a plan."""
@@ -225,12 +222,6 @@ class KeptSteps:
         """Count one more kind of calls, and warn if there are ever more."""
         if warning := self._kinds.warning(args, kwargs):
             warn_user(warning)
-
-
-def _kind_of(call: Key) -> Hashable:
-    """Return what the capture of a call depends on, whatever values of tensors it rests on."""
-    (guard, _), _, outputs = cast("tuple[Any, bool, OutputSelector]", call)
-    return guard, outputs
 
 
 def _weight(step: Step) -> int:

@@ -1,4 +1,4 @@
-"""What eager would have written to a module's attributes in the calls so far.
+"""The attributes that eager would have written in the calls so far.
 
 forward(9 rows): self.seen[9] = 0    ->   forward(7 rows) is captured with self.seen == {9: 0}
 
@@ -8,82 +8,84 @@ and refused if the graph is another: which one is right depends on the order of 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
-from ..capture.python_state.side_effects import is_same_graph
+from ..capture.sizes.same_capture import is_same_capture
 from ..errors import CaptureError
 from ..graph.captured import Captured
-from ..guards.attribute_writes import AttributeWrite, written
+from ..guards.attribute_writes import AttributeWrite, AttributeWrites, written
 from ..system.locks import PLANNING_LOCK
 
-STATES = 5  # in which a kind of call may be known: if none of them changes it, no later one is expected to
-CALLS = 256  # kinds of calls that are remembered
+STATES = 5  # with which a capture is the same until later ones are taken to change nothing
 
+Written = dict[Hashable, AttributeWrite]
 State = frozenset[tuple[Hashable, Hashable]]
 
 
+@dataclass(frozen=True, eq=False)
+class KnownCapture:
+    """All that was written before a capture was made, and the writes of its calls, by what is written before them."""
+
+    before: Sequence[AttributeWrite]
+    writes: dict[State, Sequence[AttributeWrite]]
+
+    def after(self, state: State) -> Sequence[AttributeWrite]:
+        """Return what the call writes; in a state that is not known, what it has written in all others."""
+        if state in self.writes:
+            return self.writes[state]
+        first, *rest = ({(item.place, item.token): item for item in items} for items in self.writes.values())
+        return [item for key, item in first.items() if all(key in other for other in rest)]
+
+
 class PendingWrites:
-    """The writes of one module's calls, and with which of them each kind of call is known to have the same graph."""
+    """The writes of one module's calls, and with which of them each capture is known to be right."""
 
     def __init__(self) -> None:
-        self._writes: dict[Hashable, AttributeWrite] = {}
+        self._written: Written = {}
         self._state: State = frozenset()
-        self._applied: dict[int, Sequence[AttributeWrite]] = {}
-        self._known: OrderedDict[Hashable, tuple[Sequence[AttributeWrite], set[State]]] = OrderedDict()
+        self._known = WeakKeyDictionary[AttributeWrites, KnownCapture]()
 
     def in_place(self) -> AbstractContextManager[None]:
         """Put all that was written in place for a block."""
-        return written(list(self._writes.values()))
+        return written(list(self._written.values()))
 
-    def note(self, call: Hashable) -> None:
-        """Note that a kind of call has the graph of its capture with all that is written now."""
-        self._known.setdefault(call, (list(self._writes.values()), set()))[1].add(self._state)
-        self._known.move_to_end(call)
-        while len(self._known) > CALLS:
-            self._known.popitem(last=False)
-
-    def add(self, call: Hashable, writes: Sequence[AttributeWrite]) -> None:
-        """Note that a kind of call was captured that writes this, which does not change its own graph.
-
-        A capture that serves another step has written before. Later runs would write the same.
-        """
-        self.note(call)
-        if not writes or writes is self._applied.get(id(writes)):
-            return
-        self._applied[id(writes)] = writes
-        self._writes |= {(id(write.owner()), write.key): write for write in writes}
-        self._state = frozenset((place, write.token) for place, write in self._writes.items())
-        self.note(call)
-
-    def check(self, call: Hashable, capture: Callable[[], Captured]) -> None:
-        """Make sure that what was written since a kind of call was captured does not change it.
+    def check(self, writes: AttributeWrites, capture: Callable[[], Captured]) -> None:
+        """Make sure that a capture, known by its `writes`, is right with what is written now; a new one is.
 
         Raises:
-            CaptureError: it does.
+            CaptureError: what was written since it was made changes it.
         """
-        if not self._writes or call not in self._known:
-            return
-        writes, states = self._known[call]
-        if self._state in states or len(states) >= STATES:
+        known = self._known.get(writes.general or writes)
+        if known is None:
+            known = KnownCapture(list(self._written.values()), {self._state: writes.items})
+            self._known[writes.general or writes] = known
+        if self._state in known.writes or len(known.writes) >= STATES:
             return
         with PLANNING_LOCK:
-            with written(writes):
+            with written(known.before):
                 first = capture()
             with self.in_place():
                 now = capture()
-        if not _is_same(first, now):
+        if not is_same_capture(first, now):
             raise CaptureError(
                 f"what other calls leave in {self._where()} changes this one, but a captured step runs no Python: make "
                 "it a buffer (register_buffer, a tensor) or an argument, or change it outside of forward"
             )
-        states.add(self._state)
+        known.writes[self._state] = now.writes.items
+
+    def advance(self, writes: AttributeWrites) -> None:
+        """Note that a captured call has run. With what it has written itself, it is known to be the same."""
+        if not writes.items and not self._written:
+            return
+        known = self._known[writes.general or writes]
+        items = writes.items if writes.general is not None else known.after(self._state)
+        if any(item.place not in self._written or self._written[item.place].token != item.token for item in items):
+            self._written |= {item.place: item for item in items}
+            self._state = frozenset((place, item.token) for place, item in self._written.items())
+            known.writes.setdefault(self._state, items)
 
     def _where(self) -> str:
-        return ", ".join(dict.fromkeys(write.where for write in self._writes.values()))
-
-
-def _is_same(first: Captured, now: Captured) -> bool:
-    facts = [(each.inputs, each.outputs, repr(each.leaves), each.spec, each.differentiable) for each in (first, now)]
-    return facts[0] == facts[1] and is_same_graph(first.graph, now.graph)
+        return ", ".join(dict.fromkeys(item.where for item in self._written.values()))

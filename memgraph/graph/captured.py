@@ -16,7 +16,7 @@ from passes.slices.row_blocks import Rows
 from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
-from ..guards.attribute_writes import AttributeWrite
+from ..guards.attribute_writes import AttributeWrites
 from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
@@ -80,7 +80,7 @@ class Captured:
     guards: tuple[ValueGuard, ...] = ()
     value_run_nbytes: int = 0
     counters: tuple[Counter, ...] = ()
-    writes: tuple[AttributeWrite, ...] = ()
+    writes: AttributeWrites = field(default_factory=AttributeWrites)
     opaque: tuple[Part, ...] = ()
     slices: tuple[Slice, ...] = ()
     whole: Captured | None = None

@@ -8,8 +8,9 @@ Capture runs forward on fake tensors, and must leave the module as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from .outer_snapshot import OuterSnapshot, holds
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
+PENDING = ContextVar[Set[tuple[int, Any]]]("PENDING", default=frozenset())  # items in place for a block: container, key
 COUNTERS = (bool, int, float, str)
 
 
@@ -35,7 +37,7 @@ class AttributeSnapshot:
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), scopes: OuterScopes = NO_SCOPES) -> None:
         self.outer = OuterSnapshot(scopes, inputs)
-        self.modules = all_submodules(module)
+        self.modules, self._pending = all_submodules(module), PENDING.get()
         self.attributes = [dict(vars(part)) for _, part in self.modules]
         self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         # So that the walk opens no submodule: each is described below.
@@ -96,15 +98,21 @@ class AttributeSnapshot:
         A captured step would do neither.
         """
         for (path, module), before in zip(self.modules, self.attributes, strict=True):
-            _refuse_changed(vars(module), before, _path(path, "{}"))
+            _refuse_changed(vars(module), self.own(before, vars(module)), _path(path, "{}"))
             for name, value in before.items():
                 if type(value) in CONTAINERS:
                     _, copy = self.copies[id(value)]
-                    _refuse_changed(dict(items_of(value)), dict(items_of(copy)), _path(path, name) + "[{!r}]")
+                    old = self.own(dict(items_of(copy)), value)
+                    _refuse_changed(dict(items_of(value)), old, _path(path, name) + "[{!r}]")
         for path, module in self.modules:
             for name, tensor in attached_values(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
                     raise stored_tensor_error(_path(path, name))
+
+    def own(self, items: dict[Any, Any], container: Any) -> dict[Any, Any]:
+        """Return those items of a container that the module itself has: not those that other calls have written."""
+        pending = self._pending
+        return {key: value for key, value in items.items() if (id(container), key) not in pending} if pending else items
 
     def _describe(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
         walk, ignored = self._walk, _weights_set_by_hooks(part) | (IGNORED - {*STATE, *HOOKS})

@@ -1,4 +1,4 @@
-"""What a forward writes to attributes, item by item.
+"""The writes of a forward to attributes, item by item.
 
     self.seen[9] = 0   ->   AttributeWrite(owner=self.seen, key=9, value=0)
 
@@ -11,15 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from .attribute_snapshot import RNN_CACHES, AttributeSnapshot
+from ..tensors.traced_size import SizeNeededError
+from .attribute_snapshot import PENDING, RNN_CACHES, AttributeSnapshot
 from .containers import restore_container
-from .module_attributes import IGNORED, AttributeWalk
+from .module_attributes import CONSTANTS, IGNORED, AttributeWalk
 
 DELETED = object()  # stands for the value of an item that is gone
 WHOLE = object()  # stands for the key of a list, set or deque
@@ -39,6 +42,11 @@ class AttributeWrite:
     key: Any
     value: Any
     where: str = ""
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The container, by its id, and the key."""
+        return id(self.owner()), self.key
 
     @cached_property
     def token(self) -> Hashable:
@@ -60,10 +68,36 @@ class AttributeWrite:
             owner[self.key] = self.value
 
 
-def attribute_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> tuple[AttributeWrite, ...]:
+@dataclass(frozen=True, eq=False)
+class AttributeWrites:
+    """All that a captured forward writes.
+
+    Attributes:
+        general: those of the capture with symbols for lengths that this one was made of.
+    """
+
+    items: tuple[AttributeWrite, ...] = ()
+    general: AttributeWrites | None = None
+
+    def at(self, number: Callable[[Any], Any]) -> AttributeWrites:
+        """Return the writes with numbers in the place of symbols."""
+        return AttributeWrites(tuple(replace(item, value=_at(item.value, number)) for item in self.items), self)
+
+    def require_plain_values(self) -> None:
+        """
+        Raises:
+            SizeNeededError: there may be symbols that `at` does not find.
+        """
+        leaves = [leaf for item in self.items for leaf in pytree.tree_leaves(item.value)]
+        is_plain = all(type(leaf) in (*CONSTANTS, torch.SymInt, torch.Size) for leaf in leaves)
+        if not is_plain or any(item.key is WHOLE for item in self.items):
+            raise SizeNeededError(f"forward may keep one in {self.items[0].where}")
+
+
+def attribute_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> AttributeWrites:
     """Return what a forward wrote between two snapshots; tensors are left out, which no capture lets it store."""
     if before.changed(after) is None or len(before.modules) != len(after.modules):
-        return ()
+        return AttributeWrites()
     where, found = ", ".join(before.changes(after)), list[AttributeWrite]()
     of_torch: set[int] = set()
     for (_, module), old, new in zip(after.modules, before.attributes, after.attributes, strict=True):
@@ -74,21 +108,30 @@ def attribute_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> tup
         _, old_items = before.copies.get(id(container), (None, None))
         if old_items is not None and id(container) not in of_torch:
             found += _container_writes(container, old_items, new_items, where)
-    return tuple(found)
+    return AttributeWrites(tuple(found))
 
 
 @contextmanager
 def written(writes: Sequence[AttributeWrite]) -> Iterator[None]:
-    """Put writes in place for the block."""
+    """Put writes in place for the block; forward may change numbers among them."""
     owners = [owner for write in writes if (owner := write.owner()) is not None]
     before = {id(owner): (owner, owner.copy()) for owner in owners}
+    reset = PENDING.set({write.place for write in writes})
     try:
         for write in writes:
             write.apply()
         yield
     finally:
+        PENDING.reset(reset)
         for owner, items in before.values():
             restore_container(owner, items)
+
+
+def _at(value: Any, number: Callable[[Any], Any]) -> Any:
+    def leaf(size: Any) -> Any:
+        return torch.Size(map(number, size)) if isinstance(size, torch.Size) else number(size)
+
+    return pytree.tree_map_only((torch.SymInt, torch.Size), leaf, value)
 
 
 def _attributes_of(module: nn.Module) -> Callable[[], Any]:

@@ -308,7 +308,7 @@ def _array_content(array: Any) -> Hashable:
 
 def _is_from_torch(thing: Any) -> bool:
     """Optimizers, handles of hooks, process groups: their insides change, and forward does not read them."""
-    return type(thing).__module__.partition(".")[0] == "torch"
+    return type(thing).__module__.partition(".")[0] == "torch" and type(thing) is not torch.Size
 
 
 @functools.lru_cache(4096)

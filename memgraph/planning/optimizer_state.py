@@ -29,6 +29,7 @@ from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
 from ..tensors.aliasing import describe_shared_memory
 from ..tensors.loss_outputs import OutputSelector
+from ..tensors.parameter_groups import parameter_groups
 from .accumulated_step import with_remaining_grads
 from .ranks import Ranks
 
@@ -57,6 +58,11 @@ class OptimizerState:
     def __init__(self, module: nn.Module, update: OffloadedUpdate) -> None:
         self.module, self.update, self.placement = module, update, StatePlacement(module)
         self.on_measured: Callable[[Step], None] = lambda step: None
+
+    @property
+    def updated_ids(self) -> set[int]:
+        """The ids of the parameters that the optimizer has now."""
+        return set(map(id, parameter_groups(self.optimizer)))
 
     def move_to(self, location: BufferLocation) -> None:
         """Offload to another location from now on."""

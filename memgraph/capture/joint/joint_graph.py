@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from ...graph.captured import Input, Output
 from ...graph.counters import Counter
-from ...guards.attribute_writes import AttributeWrite
+from ...guards.attribute_writes import AttributeWrites
 from ...tensors.pytree import Spec
 from ..constant_fake_mode import ConstantFakeMode
 
@@ -34,4 +34,4 @@ class JointGraph:
     has_custom_functions: bool
     rewritten: Mapping[int, int]
     counters: tuple[Counter, ...]
-    writes: tuple[AttributeWrite, ...]
+    writes: AttributeWrites = field(default_factory=AttributeWrites)

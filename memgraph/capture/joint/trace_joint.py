@@ -8,6 +8,7 @@ The graph may still have in-place ops, which `functionalize` replaces.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import fx
@@ -17,6 +18,7 @@ from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_writes import AttributeWrites, attribute_writes
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
@@ -54,9 +56,12 @@ def trace_joint(
         trace_again = None if mode.sizes is not None else lambda: _facts(*traced(again, counted))
         refuse_side_effects(before, _facts(step, graph), trace_again)
         log.compare(again)
+        writes = AttributeWrites() if mode.has_floats else attribute_writes(before, step.attributes_after)
+        if mode.sizes is not None:
+            writes.require_plain_values()
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
-    return step.joint_graph(graph)
+    return replace(step.joint_graph(graph), writes=writes)
 
 
 def _counted(

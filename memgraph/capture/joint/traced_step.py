@@ -17,7 +17,6 @@ from ...graph.counters import Counter
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.attribute_writes import attribute_writes
 from ...opaque.traced_parts import TracedParts, find_sums
 from ...tensors.loss_outputs import OutputSelector, reachable_nodes
 from ...tensors.pytree import Spec, flatten
@@ -76,7 +75,6 @@ class TracedStep:
         return JointGraph(
             graph, self.mode, self.inputs, self.outputs, tuple(self.assigned), self.leaves, self.spec,
             self.differentiable, self.sources, self.has_custom_functions, self.rewritten, tuple(self.counters),
-            attribute_writes(self.before, self.attributes_after) if self.mode.sizes is None else (),
         )  # fmt: skip
 
     def __call__(self, *values: Tensor) -> list[Tensor]:

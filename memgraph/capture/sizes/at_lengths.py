@@ -32,7 +32,8 @@ def at_lengths(general: Captured, trace: SizeTrace, lengths: Sequence[int]) -> C
     """Return a captured call with these lengths, for which the trace has to hold."""
     number = trace.at(lengths)
     graph = LaterGraph(general.graph, partial(graph_at, general.graph.graph, number))
-    return replace(general, graph=graph, leaves=tuple(_leaf(leaf, number) for leaf in general.leaves))
+    leaves = tuple(_leaf(leaf, number) for leaf in general.leaves)
+    return replace(general, graph=graph, leaves=leaves, writes=general.writes.at(number))
 
 
 def graph_at(general: fx.Graph, number: Number) -> fx.Graph:

@@ -1,4 +1,4 @@
-"""What one kind of call writes to attributes is there when another kind is captured, as it is in eager."""
+"""A kind of call is captured with the attributes that other kinds have written, as in eager."""
 
 from __future__ import annotations
 
@@ -69,7 +69,20 @@ def latest(part: Any, rows: int) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("scale", [number, first, new_attribute, listed, in_an_object, replaced, latest])
+def latest_shape(part: Any, rows: int) -> float:
+    part.rows = torch.ones(rows, 2).shape
+    return 1.0
+
+
+def logged(part: Any, rows: int) -> float:
+    part.seen["latest"] = rows
+    return 1.0
+
+
+KINDS = [number, first, new_attribute, listed, in_an_object, replaced, latest, latest_shape, logged]
+
+
+@pytest.mark.parametrize("scale", KINDS)
 @pytest.mark.parametrize("order", [(9, 7, 9, 5, 7, 9, 5), (2, 3, 2)])
 def test_kinds_of_calls_see_what_others_wrote(scale: Callable[[Any, int], float], order: Sequence[int]) -> None:
     torch.manual_seed(0)
@@ -124,6 +137,32 @@ def test_a_plan_of_a_call_that_never_runs_writes_nothing() -> None:
     compiled = memgraph.compile(ours, ROOM)
     for rows in (2, 3):
         assert_same_step(plain, ours, compiled, rows)
+
+
+class Logging(nn.Module):
+    """Its forward writes a float that it is given."""
+
+    def __init__(self, container: Any) -> None:
+        super().__init__()
+        self.body, self.container = nn.Linear(4, 4), container
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        if isinstance(self.container, dict):
+            self.container["scale"] = scale
+        else:
+            self.container.scale = scale
+        return self.body(x) * scale
+
+
+@pytest.mark.parametrize("container", [{}, SimpleNamespace(scale=None)])
+def test_floats_that_are_written_are_inputs_of_one_step(container: Any) -> None:
+    plain = Logging(container)
+    ours: Any = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        assert torch.equal(compiled(torch.ones(2, 4), scale), plain(torch.ones(2, 4), scale))
+    assert len(compiled.plans) == 1
+    assert ours.container in ({}, SimpleNamespace(scale=None))
 
 
 def test_a_kind_of_call_is_captured_again_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What changed between two snapshots is put in place for a block, and taken back."""
+"""The changes between two snapshots are put in place for a block, and taken back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_writes_are_put_in_place_for_a_block() -> None:
     begin, before = state(made), AttributeSnapshot(made)
     with before.restored_attributes():
         write(made)
-        writes, after = attribute_writes(before, AttributeSnapshot(made)), state(made)
+        writes, after = attribute_writes(before, AttributeSnapshot(made)).items, state(made)
     assert state(made) == begin
     with written(writes):
         assert state(made) == after
@@ -60,7 +60,7 @@ def test_equal_values_have_equal_tokens() -> None:
         made = module()
         before = AttributeSnapshot(made)
         write(made)
-        tokens.append([write.token for write in attribute_writes(before, AttributeSnapshot(made))])
+        tokens.append([write.token for write in attribute_writes(before, AttributeSnapshot(made)).items])
     assert tokens[0] == tokens[1]
 
 
@@ -68,7 +68,7 @@ def test_writes_keep_no_module_alive() -> None:
     made = module()
     before = AttributeSnapshot(made)
     made.new = 1
-    (only,) = attribute_writes(before, AttributeSnapshot(made))
+    (only,) = attribute_writes(before, AttributeSnapshot(made)).items
     assert only.owner() is vars(made) and only.where == "new"
     del made, before
     assert only.owner() is None
@@ -76,4 +76,4 @@ def test_writes_keep_no_module_alive() -> None:
 
 def test_a_forward_that_writes_nothing_has_no_writes() -> None:
     made = module()
-    assert attribute_writes(AttributeSnapshot(made), AttributeSnapshot(made)) == ()
+    assert attribute_writes(AttributeSnapshot(made), AttributeSnapshot(made)).items == ()
