@@ -31,6 +31,7 @@ from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..graph.op_descriptions import describe
 from ..guards.refused_collectives import refuse_collective
+from ..profile.real_strides import with_real_strides
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import Number, SizeArgument
 from .floats.float_inputs import with_values
@@ -126,7 +127,8 @@ class ConstantFakeMode(FakeTensorMode):
         try:
             # Descriptions in Python take symbols; those in C++ would ask for their values.
             with enable_python_dispatcher() if self.shape_env is not None else nullcontext():
-                return describe(func, args, kwargs, self, run)
+                result = describe(func, args, kwargs, self, run)
+            return with_real_strides(func, args, kwargs, result, self)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)

@@ -25,6 +25,7 @@ from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, measure_peak
+from ..profile.real_strides import ops_within
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
@@ -113,7 +114,7 @@ def captured_call(call: Call, device: torch.device, room: int) -> Captured:
     """
     module, args, kwargs = call.module, call.args, call.kwargs
     try:
-        with capturing(module):
+        with capturing(module), ops_within(room):
             _require_row_independence(call, device, room)
             measure = partial(_peak_nbytes, device=device)
             captured = _general(call, measure) or capture(

@@ -2,6 +2,7 @@
 
 op_profiler           time, workspace and result layout of each distinct op
 cold_operands         time of an op of a GPU whose operands are not in the L2 cache
+real_strides          strides of results that torch describes for contiguous tensors only
 region_profiler       time and peak of ops that are compiled as one
 generated_arguments   arguments on which an op is run alone
 request_log           what the ops of a run request from torch's CUDA allocator

@@ -8,10 +8,12 @@ A forecast is computed from fake values, so they have to be right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import CaptureError
 from ..graph.nodes import fake_result, tensors
 from ..graph.result_layout import REAL, ResultLayout, layout_in_storage, value_like
 from .op_profiler import is_view
@@ -20,14 +22,18 @@ from .op_profiler import is_view
 def apply_profiled_layouts(
     graph: fx.Graph, mode: FakeTensorMode, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
 ) -> None:
-    """Replace the fake values that differ from the op's real result, and those of its views."""
+    """Replace the fake values that differ from the op's real result, and those of its views.
+
+    Raises:
+        CaptureError: a view is not possible in a real result.
+    """
     ops = [node for node in graph.nodes if node.op == "call_function"]
     views = set(filter(is_view, ops))  # by now, as a replaced value has another storage than its views
     changed: set[fx.Node] = set()
     for node in ops:
         if node in views:
             if not changed.isdisjoint(node.all_input_nodes):
-                node.meta["val"] = fake_result(node, mode)
+                node.meta["val"] = _viewed(node, mode)
                 changed.add(node)
             continue
         real, expected = layouts(node), tuple(map(layout_in_storage, tensors(node)))
@@ -35,3 +41,14 @@ def apply_profiled_layouts(
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": value_like(node, real, mode), REAL: True}
             changed.add(node)
+
+
+def _viewed(node: fx.Node, mode: FakeTensorMode) -> Any:
+    try:
+        return fake_result(node, mode)
+    except (RuntimeError, ValueError) as error:
+        source = node.all_input_nodes[0]
+        raise CaptureError(
+            f"{node.target} can't view {source}, whose kernel ({source.target}) gives it other strides than torch "
+            f"describes: {error}; a larger budget leaves room to run the kernel before the step is traced"
+        ) from error

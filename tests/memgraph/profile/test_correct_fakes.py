@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from memgraph import CaptureError
 from memgraph.capture.capture import capture
 from memgraph.graph.nodes import aten
 from memgraph.graph.result_layout import ResultLayout
@@ -33,3 +35,20 @@ def test_views_of_a_corrected_value_hold_its_storage() -> None:
     views = [node.name for node in graph.nodes if node.target in (aten.view.default, aten.permute.default)]
     first = [name for name in views if of[name].phase == "forward"]
     assert len(first) == 2 and all(of[name].holds == of[mul.name].holds and not of[name].makes for name in first)
+
+
+class Rows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * 2).view(4, 36).clone()
+
+
+def test_a_view_that_a_corrected_value_does_not_allow_is_refused() -> None:
+    captured = capture(Rows(), (torch.randn(4, 6, 6, requires_grad=True),), {}, grad=True, wanted=select_all)
+    graph = captured.graph.graph
+    mul = next(iter(graph.find_nodes(op="call_function", target=aten.mul.Tensor)))
+
+    def layouts(node: fx.Node) -> tuple[ResultLayout, ...] | None:
+        return (ResultLayout((torch.float32, (4, 6, 6), (36, 1, 6)), 0, 576),) if node is mul else None
+
+    with pytest.raises(CaptureError, match=r"aten.view.default can't view mul.*aten.mul.Tensor.*a larger budget"):
+        apply_profiled_layouts(graph, fake_mode(graph), layouts)

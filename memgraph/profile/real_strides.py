@@ -1,0 +1,132 @@
+"""The strides that a kernel really gives to its results.
+
+native_group_norm of channels_last:   the fake result is contiguous, the CPU kernel's is channels_last
+
+torch describes most ops for tensors that are contiguous. For others, and where a size of one leaves the memory format
+open, the op runs once on tensors without values, and later traces of this process know its strides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..graph.nodes import aten
+
+Strides = tuple[tuple[int, ...] | None, ...]  # of each tensor of a result
+# Ops that take long, and whose descriptions have the strides of their kernels.
+DESCRIBED_WELL = frozenset({"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm", "_to_copy"})
+ATTENTION = "_scaled_dot_product"
+COPIES = 2  # of all arguments and results that an op may make while it runs
+LOG = logging.getLogger(__name__)
+_room = ContextVar("_room", default=1 << 62)
+_known: dict[Any, Strides | None] = {}
+
+
+@contextmanager
+def ops_within(room: int) -> Iterator[None]:
+    """Run ops for their strides in so many bytes, within the block."""
+    reset = _room.set(room)
+    try:
+        yield
+    finally:
+        _room.reset(reset)
+
+
+def with_real_strides(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, mode: FakeTensorMode
+) -> Any:  # fmt: skip
+    """Return a fake result with the strides of the kernel, which runs for them if torch may not know them."""
+    if not isinstance(func, OpOverload) or mode.shape_env is not None or _returns_arguments(func):
+        return result
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    if not any(isinstance(leaf, FakeTensor) and _is_open(leaf) for leaf in leaves):
+        return result
+    if func.is_view:
+        return _real_view(result, args, mode) if func is aten.view.default else result
+    if func._opname in DESCRIBED_WELL or func._opname.startswith(ATTENTION):
+        return result
+    results, result_form = pytree.tree_flatten(result)
+    strides = _strides(func, leaves, form, results)
+    if strides is None or len(strides) != len(results):
+        return result
+    pairs = zip(results, strides, strict=True)
+    return pytree.tree_unflatten([_restrided(leaf, found, mode) for leaf, found in pairs], result_form)
+
+
+def _returns_arguments(func: OpOverload) -> bool:
+    return not func.is_view and any(each.alias_info is not None for each in func._schema.returns)
+
+
+def _is_open(tensor: Tensor) -> bool:
+    """Return True if a tensor is not contiguous, or has a stride for a dimension of one that no contiguous one has."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return True
+        expected *= size
+    return False
+
+
+def _real_view(result: Tensor, args: Sequence[Any], mode: FakeTensorMode) -> Tensor:
+    source: Tensor = args[0]
+    if 1 not in source.shape and 1 not in result.shape:
+        return result
+    with _disable_current_modes():
+        strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with mode:
+        return source.as_strided(result.shape, strides, source.storage_offset())
+
+
+def _strides(func: OpOverload, leaves: Sequence[Any], form: Any, results: Sequence[Any]) -> Strides | None:
+    """Return the strides of an op's results; None if they are unknown."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+    key = func, str(form), others, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    if key not in _known:
+        nbytes = sum(each.untyped_storage().nbytes() for each in (*tensors, *results) if isinstance(each, Tensor))
+        if COPIES * nbytes > _room.get():
+            LOG.info(
+                "%s is taken to give its results the strides that torch describes: there is no room to run it", func
+            )
+            return None
+        _known[key] = _run(func, leaves, form)
+    return _known[key]
+
+
+def _run(func: OpOverload, leaves: Sequence[Any], form: Any) -> Strides | None:
+    devices = {leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            real = [_real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(real, form)
+            results = pytree.tree_leaves(func(*args, **kwargs))
+        except Exception as error:
+            LOG.info("%s can't be run for the strides of its results: %s", func, error)
+            return None
+        return tuple(result.stride() if isinstance(result, Tensor) else None for result in results)
+
+
+def _real(like: Tensor) -> Tensor:
+    """Return a tensor of this layout; indices are zeros, other values are not set."""
+    real = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return real if like.is_floating_point() or like.is_complex() else real.zero_()
+
+
+def _restrided(fake: Any, strides: tuple[int, ...] | None, mode: FakeTensorMode) -> Any:
+    if not isinstance(fake, FakeTensor) or strides is None or fake.stride() == strides or len(strides) != fake.dim():
+        return fake
+    with mode:
+        return torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device)
