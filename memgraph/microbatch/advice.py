@@ -22,7 +22,7 @@ from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, resident_bytes
-from ..system.device import unused_nbytes
+from ..profile.real_strides import ops_within
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.pytree import flatten
 from .check_independence import require_row_independence
@@ -57,10 +57,10 @@ def _would_help(
     device = torch.device(machine.device)
     room = room_nbytes(machine.budget, device, resident_bytes(held), argument_nbytes(args, kwargs))
     without_values = any(isinstance(leaf, FakeTensor) for leaf in flatten((args, kwargs))[0])
-    most = 0 if without_values else unused_nbytes(device) // 2
     try:
-        require_row_independence(split, args, kwargs, most, room)
-        parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+        require_row_independence(split, args, kwargs, None if without_values else device, room)
+        with ops_within(room):
+            parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False
     return _least_nbytes(parts.graph.graph, machine) < _least_nbytes(graph, machine)

@@ -1,6 +1,6 @@
 """Check that a batch may be split: each row of the result depends on its row alone, and scalars are means or sums.
 
-    require_row_independence(module, args, kwargs, most)     BatchNorm in training, x - x.mean(0)   ->   CaptureError
+    require_row_independence(module, args, kwargs, device)     BatchNorm in training, x - x.mean(0)   ->   CaptureError
 
 Forward runs on a few rows, and again with each row changed: only that row of the result may change. Forward also runs
 with each row repeated, and on as many rows as a micro-batch and the batch have: position and count must not matter.
@@ -30,6 +30,7 @@ from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..report.tables import mb
+from ..system.device import unused_nbytes
 from ..tensors.pytree import Spec, flatten, unflatten
 from .deterministic_interpreter import DeterministicInterpreter
 from .microbatches import (
@@ -50,12 +51,13 @@ LARGE: Change = (100.0, 1.0)  # enough to become the largest of the batch
 
 
 def require_row_independence(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, room: int | None = None
-) -> None:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None,
+    room: int | None = None,
+) -> None:  # fmt: skip
     """Raise if a call's batch may not be split.
 
     Args:
-        most: bytes that running a few rows may take; else nothing is run.
+        device: the device on which a few rows may run, in half of what is free there; None to run nothing.
         room: bytes that the budget leaves for it. Sizes that take more are captured and not run, and if a few rows do,
             that is logged.
 
@@ -65,10 +67,11 @@ def require_row_independence(
     if isinstance(module, MicroBatches):
         leaves, spec = flatten((args, kwargs))
         if len(microbatch_sizes(leaves, module._count)) > 1:
+            most = unused_nbytes(device) // 2 if device is not None else 0
             RowIndependenceCheck(module, leaves, spec, most, most if room is None else min(most, room)).run()
     elif isinstance(module, ModuleProxy):
         kwargs = {key: value for key, value in kwargs.items() if key != "target"}
-        require_row_independence(module._module, args, kwargs, most, room)
+        require_row_independence(module._module, args, kwargs, device, room)
 
 
 class RowIndependenceCheck:

@@ -29,7 +29,6 @@ from ..profile.real_strides import ops_within
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
-from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
@@ -103,7 +102,7 @@ def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: Optimize
 
 
 def _require_row_independence(call: Call, device: torch.device, room: int) -> None:
-    require_row_independence(call.module, call.args, call.kwargs, unused_nbytes(device) // 2, room)
+    require_row_independence(call.module, call.args, call.kwargs, device, room)
 
 
 def captured_call(call: Call, device: torch.device, room: int) -> Captured:

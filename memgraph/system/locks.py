@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from .signals import Interrupts
+
 T = TypeVar("T")
 
 PLANNING_LOCK = threading.RLock()
@@ -34,8 +36,11 @@ class _CaptureCount:
 
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """Keep other threads from planning, measuring or calling the module."""
-    with PLANNING_LOCK:
+    """Keep other threads from planning, measuring or calling the module, and delay Ctrl-C.
+
+    Python that torch's C++ calls while it traces must not raise at any moment: that ends the process.
+    """
+    with PLANNING_LOCK, Interrupts():
         before = _CaptureCount.modules, _CaptureCount.thread
         _CaptureCount.thread = threading.get_ident()
         _CaptureCount.modules |= frozenset(map(id, module.modules()))
