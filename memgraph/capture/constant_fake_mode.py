@@ -35,6 +35,7 @@ from ..profile.real_strides import with_real_strides
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import Number, SizeArgument
 from .floats.float_inputs import with_values
+from .python_state.kept_tensors import note_tensors
 from .sizes.size_inputs import SizeInputs
 from .values.questions import Answer, ValuesNeeded
 
@@ -128,7 +129,9 @@ class ConstantFakeMode(FakeTensorMode):
             # Descriptions in Python take symbols; those in C++ would ask for their values.
             with enable_python_dispatcher() if self.shape_env is not None else nullcontext():
                 result = describe(func, args, kwargs, self, run)
-            return with_real_strides(func, args, kwargs, result, self)
+            result = with_real_strides(func, args, kwargs, result, self)
+            note_tensors(result)
+            return result
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)

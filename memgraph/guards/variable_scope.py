@@ -32,14 +32,16 @@ class Scope:
 
     def values(self) -> dict[str, Any]:
         """Return its variables, but functions, classes and modules."""
+        return {name: value for name, value in self.content().items() if not _is_closed(name, value)}
+
+    def content(self) -> dict[str, Any]:
+        """Return all that its names stand for."""
         if isinstance(self.owner, CellType):
             content: Mapping[str, Any] = dict(zip(self.names or (), cell_contents(self.owner), strict=False))
         else:
             content = self.owner if isinstance(self.owner, dict) else vars(self.owner)
-        if not content:
-            return {}
         names = content.keys() if self.names is None else self.names & content.keys()
-        return {name: content[name] for name in names if not _is_closed(name, content[name])}
+        return {name: content[name] for name in names}
 
     def write(self, name: str, value: Any) -> None:
         """Give a variable a value."""
