@@ -50,7 +50,7 @@ def main(only: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(COM
 def _run(command: list[str], cache: Path) -> str:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "memgraph.command", *command],
+        [sys.executable, "-m", "memgraph", *command],
         env={**os.environ, "MEMGRAPH_CACHE": str(cache)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None and process.stdout is not None

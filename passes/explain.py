@@ -30,8 +30,8 @@ HELP = {
     "state": "an optimizer that keeps less, e.g. SGD or Adafactor",
     "gradient": "fewer parameters that require a gradient",
 }
-SMALLER = "a smaller batch (the same batch in several parts, whose gradients add up)"
-PARTS = "microbatches=2 or more (the same batch in several parts, within the step)"
+SMALLER = "smaller batches, whose gradients add up"
+PARTS = "microbatches=2 or more (the batch in several parts within the step)"
 CHUNKS = "a loss that is computed in chunks"
 TIER = "a tier to offload to (offload='auto')"
 STREAM = "state that is offloaded to disk (offload='auto', and an element-wise optimizer, e.g. AdamW)"

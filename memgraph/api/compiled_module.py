@@ -211,8 +211,13 @@ def _compiled(module: nn.Module, options: CompileOptions) -> CompiledModule:
 def refuse_transforms() -> None:
     """
     Raises:
-        MemgraphError: vmap, grad, vjp, jvp or another transform of torch.func is running.
+        MemgraphError: torch.jit.trace, torch.export, or a transform of torch.func (vmap, grad, vjp, ...) is running.
     """
+    if torch.jit._trace.is_tracing() or torch.compiler.is_exporting():
+        raise MemgraphError(
+            "torch.jit.trace and torch.export can't follow a compiled module, which runs a graph of its own: give them "
+            "the plain module"
+        )
     if peek_interpreter_stack() is not None:
         raise MemgraphError(
             "torch.func (vmap, grad, vjp, jvp, ...) can't transform a compiled module, which runs a step as it was "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..report.report import Report
 from ..report.tables import mb, stacked
 from .device_profile import DeviceProfile
-from .largest import Largest
+from .largest import FARTHEST, Largest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,5 +90,6 @@ class FitResult:
         if self.largest is None:
             return []
         found = self.largest
-        beyond = f"{found.next} needs {mb(found.next_nbytes)}" if found.next_nbytes else "the model takes no more"
+        most = "none needs more: does the factory use it?" if found.size >= FARTHEST else "the model takes no more"
+        beyond = f"{found.next} needs {mb(found.next_nbytes)}" if found.next_nbytes else most
         return [f"largest {self.sought}: {found.size}; {beyond}"]

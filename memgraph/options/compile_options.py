@@ -175,6 +175,8 @@ def _opaque(given: Any) -> bool | tuple[str, ...]:
 
 def _plans(given: object) -> tuple[SavedPlan, ...]:
     several = () if given is None else given if isinstance(given, list | tuple) else (given,)
+    if given is not None and not several:
+        raise ValueError("plan=[] has no plan, so each call would be refused: give plans, or None to search")
     return tuple(saved_plan(check_argument("plan", one)) for one in several)
 
 

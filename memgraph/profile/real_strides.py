@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.nodes import aten
+from ..tensors.layout import has_storage
 
 Strides = tuple[tuple[int, ...] | None, ...]  # of each tensor of a result
 # Ops that take long, and whose descriptions have the strides of their kernels.
@@ -50,7 +51,8 @@ def with_real_strides(
     if not isinstance(func, OpOverload) or mode.shape_env is not None or _returns_arguments(func):
         return result
     leaves, form = pytree.tree_flatten((args, kwargs))
-    if not any(isinstance(leaf, FakeTensor) and _is_open(leaf) for leaf in leaves):
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not all(map(has_storage, given)) or not any(map(_is_open, given)):
         return result
     if func.is_view:
         return _real_view(result, args, mode) if func is aten.view.default else result
@@ -96,7 +98,8 @@ def _strides(func: OpOverload, leaves: Sequence[Any], form: Any, results: Sequen
     others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
     key = func, str(form), others, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     if key not in _known:
-        nbytes = sum(each.untyped_storage().nbytes() for each in (*tensors, *results) if isinstance(each, Tensor))
+        made = (each for each in results if isinstance(each, Tensor) and has_storage(each))
+        nbytes = sum(each.untyped_storage().nbytes() for each in (*tensors, *made))
         if COPIES * nbytes > _room.get():
             LOG.info(
                 "%s is taken to give its results the strides that torch describes: there is no room to run it", func

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 HELP = {"-h", "--help"}
-MODULE, SCRIPTS = "memgraph.command", ("memgraph", "memgraph.exe")
+MODULE, SCRIPTS = "memgraph", ("memgraph", "memgraph.exe")
 VALUED = ("-X", "-W")  # options of Python whose value is a word of its own
 
 
@@ -24,7 +24,7 @@ def print_first_line() -> None:
 def is_command(words: Sequence[str]) -> bool:
     """Return True if a process that was started with these words runs a command of memgraph.
 
-    It runs the script `memgraph`, or `python -m memgraph.command`.
+    It runs the script `memgraph`, or `python -m memgraph`.
     """
     rest = iter(words[1:])
     for word in rest:

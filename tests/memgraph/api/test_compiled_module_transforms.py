@@ -39,6 +39,17 @@ def test_a_transformation_of_torch_func_is_refused_by_name(transform: Callable[[
     assert torch.equal(compiled(X), made()(X))
 
 
+@pytest.mark.parametrize(
+    "exported", [lambda m: torch.jit.trace(m, X), lambda m: torch.export.export(m, (X,), strict=False)]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_an_export_is_refused_by_name(exported: Callable[[Any], Any]) -> None:
+    compiled = memgraph.compile(made(), ROOM)
+    with pytest.raises(memgraph.MemgraphError, match=r"torch\.export .* give them the plain module"):
+        exported(compiled)
+    assert torch.equal(compiled(X), made()(X))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_forward_derivative_is_refused_and_not_dropped(grad: bool) -> None:
     compiled = memgraph.compile(made(), ROOM)

@@ -33,6 +33,11 @@ def test_so_does_a_plan_or_a_sweep_without_arguments(entry: Any) -> None:
         entry(nn.Linear(8, 8))
 
 
+def test_a_list_without_plans_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plan=\[\] has no plan"):
+        memgraph.compile(nn.Linear(4, 4), "1GB", plan=[])
+
+
 def test_a_loss_without_its_target_says_how_to_pass_one() -> None:
     compiled = memgraph.compile(nn.Linear(8, 8), "1GB", loss=nn.functional.cross_entropy)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'target'") as caught:

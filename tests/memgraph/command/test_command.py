@@ -79,7 +79,7 @@ def plans(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tu
 
 
 def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
+    command = [sys.executable, "-m", "memgraph", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 0
     assert memgraph.Report.from_json(done.stdout).budget == 10**9
@@ -88,7 +88,7 @@ def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path
 
 def test_the_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    command = [sys.executable, "-m", "memgraph.command", "show", "nowhere.json"]
+    command = [sys.executable, "-m", "memgraph", "show", "nowhere.json"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
@@ -98,11 +98,11 @@ def test_the_first_line_is_printed_before_torch_is_imported(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "is_one"),
     [
-        ("python -m memgraph.command plan a.py:f", True),
-        ("python -X dev -m memgraph.command doctor", True),
+        ("python -m memgraph plan a.py:f", True),
+        ("python -X dev -m memgraph doctor", True),
         ("/usr/bin/python3 /usr/bin/memgraph doctor", True),
-        ("python -m memgraph.command", False),
-        ("python train.py memgraph.command doctor", False),
+        ("python -m memgraph", False),
+        ("python train.py memgraph doctor", False),
         ("python -m pytest tests/memgraph/command -q", False),
         ("python -c pass memgraph -x", False),
         ("python train.py", False),
@@ -114,7 +114,7 @@ def test_only_a_command_has_a_first_line(words: str, is_one: bool) -> None:
 
 
 def test_what_the_factory_prints_is_no_data(target: str) -> None:
-    command = [sys.executable, "-m", "memgraph.command", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
+    command = [sys.executable, "-m", "memgraph", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert memgraph.Report.from_json(done.stdout).budget == 10**9
     assert all(f"from {each}" in done.stderr for each in ("Python", "the process", "a child"))
@@ -250,7 +250,7 @@ def test_output_that_nobody_reads_ends_quietly(plans: tuple[Path, Path], tmp_pat
     command = [
         sys.executable,
         "-m",
-        "memgraph.command",
+        "memgraph",
         "show",
         str(plans[0]),
         "--html",

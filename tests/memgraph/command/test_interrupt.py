@@ -28,7 +28,7 @@ PATIENCE = 120  # seconds after which the process has not ended at the signal
 def interrupted(folder: Path, line: str, count: int = 1) -> tuple[int, str, str]:
     """Plan, and press Ctrl-C when such a line has come so often; return exit code, stdout and stderr."""
     (file := folder / "factory_of_interrupt.py").write_text(FACTORY)
-    command = [sys.executable, "-m", "memgraph.command", "plan", f"{file}:setup", "--budget", BUDGET]
+    command = [sys.executable, "-m", "memgraph", "plan", f"{file}:setup", "--budget", BUDGET]
     process = subprocess.Popen(
         [*command, "--offload", "none", "--time-limit", "3600"],
         env={**os.environ, "MEMGRAPH_DEBUG": "2"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
