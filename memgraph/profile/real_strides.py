@@ -3,7 +3,7 @@
 native_group_norm of channels_last:   the fake result is contiguous, the CPU kernel's is channels_last
 
 torch describes most ops for tensors that are contiguous. For others, and where a size of one leaves the memory format
-open, the op runs once on tensors without values, and later traces of this process know its strides.
+open, the op runs once on tensors without values, and later traces of this process know its strides. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -111,15 +111,15 @@ def _strides(func: OpOverload, leaves: Sequence[Any], form: Any, results: Sequen
 
 def _run(func: OpOverload, leaves: Sequence[Any], form: Any) -> Strides | None:
     devices = {leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices):
-        try:
+    try:
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices):
             real = [_real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(real, form)
             results = pytree.tree_leaves(func(*args, **kwargs))
-        except Exception as error:
-            LOG.info("%s can't be run for the strides of its results: %s", func, error)
-            return None
-        return tuple(result.stride() if isinstance(result, Tensor) else None for result in results)
+            return tuple(result.stride() if isinstance(result, Tensor) else None for result in results)
+    except Exception as error:  # also where the device of a trace is not there
+        LOG.info("%s can't be run for the strides of its results: %s", func, error)
+        return None
 
 
 def _real(like: Tensor) -> Tensor:
