@@ -3,7 +3,8 @@
 native_group_norm of channels_last:   the fake result is contiguous, the CPU kernel's is channels_last
 
 torch describes most ops for tensors that are contiguous. For others, and where a size of one leaves the memory format
-open, the op runs once on tensors without values, and later traces of this process know its strides. Not yet run on a GPU.
+open, the op runs once on tensors without values, and later traces of this process know its strides. Not yet run on a
+GPU.
 """
 
 from __future__ import annotations
