@@ -1,7 +1,7 @@
 """Tensors of a trace that forward keeps where no snapshot looks.
 
-@lru_cache of a function that makes a table   ->   emptied: the function would return the trace's tensor from now on
-a threading.local, a dict in a dict in a ...  ->   the entry is removed, and the call refused
+@lru_cache of a function that makes a table    ->   emptied: the function would return the trace's tensor from now on
+a threading.local, a dict in a dict in a dict  ->   the entry is removed, and the call refused
 
 A captured step computes such a table in each run. What eager finds in its second call would be another thing if it
 depended on an input, and a cache of a function does not.
@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CellType, FrameType
 from typing import Any
 
 from torch import Tensor, fx
@@ -66,7 +65,9 @@ def release_tensors(traced: Traced, graph: fx.Graph) -> None:
     Raises:
         CaptureError: something else holds one.
     """
-    own = {id(leaf) for node in graph.nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}
+    if not _alive(traced, _values(graph.nodes)):
+        return
+    own = _values(thing for thing in gc.get_objects() if type(thing) is fx.Node)  # also of graphs that were changed
     if not _alive(traced, own):
         return
     with all_objects():
@@ -76,22 +77,30 @@ def release_tensors(traced: Traced, graph: fx.Graph) -> None:
         del tensor
         gc.collect()
         for tensor in _alive(traced, own):
-            raise _kept_error(tensor)
+            _refuse_kept(tensor)
 
 
-def _kept_error(tensor: Tensor) -> CaptureError:
-    """Remove a tensor from the dicts that hold it, and return the error."""
-    holders = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, FrameType | CellType | list)]
+def _values(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the ids of the fake values of nodes."""
+    return {id(leaf) for node in nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}
+
+
+def _refuse_kept(tensor: Tensor) -> None:
+    """Remove a tensor from the dicts that hold it. Those that only torch's C++ holds, no call finds again.
+
+    Raises:
+        CaptureError: there are such dicts.
+    """
+    holders = [holder for holder in gc.get_referrers(tensor) if isinstance(holder, dict)]
     for holder in holders:
-        if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is tensor]:
-                del holder[key]
-    where = " and ".join(sorted({f"a {type(holder).__name__}" for holder in holders})) or "a list"
-    return CaptureError(
-        f"forward keeps a tensor {tuple(tensor.shape)} outside of the module's attributes, in {where}, where its next "
-        "call would find it: make it in each call, or a buffer (register_buffer), or run the plain module once before "
-        "it is compiled, with this input"
-    )
+        for key in [key for key, value in holder.items() if value is tensor]:
+            del holder[key]
+    if holders:
+        raise CaptureError(
+            f"forward keeps a tensor {tuple(tensor.shape)} in a dict outside of the module's attributes, where its "
+            "next call would find it: make it in each call, or a buffer (register_buffer), or run the plain module once "
+            "before it is compiled, with this input"
+        )
 
 
 def _is_traced(content: Any) -> bool:
@@ -107,5 +116,5 @@ def _alive(traced: Traced, own: set[int]) -> list[Tensor]:
 def _caches(tensor: Tensor) -> list[Any]:
     """Return the caches of functions that hold a tensor, maybe in a container."""
     near = gc.get_referrers(tensor)
-    far = [holder for each in near if type(each) in (dict, list, tuple) for holder in gc.get_referrers(each)]
-    return [holder for holder in (*near, *far) if isinstance(holder, FunctionCache)]
+    outer = [holder for each in near if type(each) in (dict, list, tuple) for holder in gc.get_referrers(each)]
+    return [holder for holder in (*near, *outer) if isinstance(holder, FunctionCache)]

@@ -110,7 +110,7 @@ class Keeping(Body):
 def test_a_tensor_that_is_kept_elsewhere_is_refused_and_removed(keep: Callable[[Any, int], Tensor]) -> None:
     module = Keeping(keep)
     compiled = memgraph.compile(module, ROOM, opaque=False)
-    with pytest.raises(memgraph.CaptureError, match=r"forward keeps a tensor \(3, 1\) outside .* in a dict, where"):
+    with pytest.raises(memgraph.CaptureError, match=r"forward keeps a tensor \(3, 1\) in a dict outside"):
         compiled(torch.ones(3, 4))
     expected = module(torch.ones(3, 4))
     assert type(expected) is Tensor
