@@ -28,7 +28,6 @@ from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
 from ..python_state.counted_numbers import ChangedNumbers, Place
-from ..python_state.kept_tensors import empty_function_caches
 from ..python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
 from ..saved.op_log import OpLog
 from ..sizes.whole_slices import drop_whole_slices
@@ -53,12 +52,10 @@ def trace_joint(
             step, graph = _counted(traced, step, graph, step.changed)
             log.compare(step.log)
         again = log.again()
-        empty_function_caches(before)
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
         trace_again = None if mode.sizes is not None else lambda: _facts(*traced(again, counted))
         refuse_side_effects(before, _facts(step, graph), trace_again)
         log.compare(again)
-        empty_function_caches(before)
         writes = AttributeWrites() if mode.has_floats else attribute_writes(before, step.attributes_after)
         if mode.sizes is not None:
             writes.require_plain_values()

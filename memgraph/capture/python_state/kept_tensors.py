@@ -98,8 +98,8 @@ def _refuse_kept(tensor: Tensor) -> None:
     if holders:
         raise CaptureError(
             f"forward keeps a tensor {tuple(tensor.shape)} in a dict outside of the module's attributes, where its "
-            "next call would find it: make it in each call, or a buffer (register_buffer), or run the plain module once "
-            "before it is compiled, with this input"
+            "next call would find it: make it in each call, or a buffer (register_buffer), or run the plain module "
+            "once before it is compiled, with this input"
         )
 
 
