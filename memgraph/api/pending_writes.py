@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..capture.sizes.same_capture import is_same_capture
@@ -21,7 +22,7 @@ from ..system.locks import PLANNING_LOCK
 
 STATES = 5  # with which a capture is the same until later ones are taken to change nothing
 
-Written = dict[Hashable, AttributeWrite]
+Written = dict[Hashable, tuple[AttributeWrite, Any]]  # with what the module itself has there
 State = frozenset[tuple[Hashable, Hashable]]
 
 
@@ -50,7 +51,8 @@ class PendingWrites:
 
     def in_place(self) -> AbstractContextManager[None]:
         """Put all that was written in place for a block."""
-        return written(list(self._written.values()))
+        self._forget_replaced()
+        return written(self._items())
 
     def check(self, writes: AttributeWrites, capture: Callable[[], Captured]) -> None:
         """Make sure that a capture, known by its `writes`, is right with what is written now; a new one is.
@@ -58,9 +60,10 @@ class PendingWrites:
         Raises:
             CaptureError: what was written since it was made changes it.
         """
+        self._forget_replaced()
         known = self._known.get(writes.general or writes)
         if known is None:
-            known = KnownCapture(list(self._written.values()), {self._state: writes.items})
+            known = KnownCapture(self._items(), {self._state: writes.items})
             self._known[writes.general or writes] = known
         if self._state in known.writes or len(known.writes) >= STATES:
             return
@@ -82,10 +85,25 @@ class PendingWrites:
             return
         known = self._known[writes.general or writes]
         items = writes.items if writes.general is not None else known.after(self._state)
-        if any(item.place not in self._written or self._written[item.place].token != item.token for item in items):
-            self._written |= {item.place: item for item in items}
-            self._state = frozenset((place, item.token) for place, item in self._written.items())
-            known.writes.setdefault(self._state, items)
+        if all(item.place in self._written and self._written[item.place][0].token == item.token for item in items):
+            return
+        self._written |= {item.place: (item, item.found()) for item in items}
+        self._note_state()
+        known.writes.setdefault(self._state, items)
+
+    def _forget_replaced(self) -> None:
+        """Forget writes to places where the caller has put something else since."""
+        replaced = [place for place, (item, found) in self._written.items() if not item.finds(found)]
+        for place in replaced:
+            del self._written[place]
+        if replaced:
+            self._note_state()
+
+    def _note_state(self) -> None:
+        self._state = frozenset((place, item.token) for place, (item, _) in self._written.items())
+
+    def _items(self) -> list[AttributeWrite]:
+        return [item for item, _ in self._written.values()]
 
     def _where(self) -> str:
-        return ", ".join(dict.fromkeys(item.where for item in self._written.values()))
+        return ", ".join(dict.fromkeys(item.where for item in self._items()))

@@ -20,7 +20,6 @@ from ..tensors.loss_outputs import OutputSelector, select_all
 from .call.call import Call
 from .constants import share_literals
 from .floats.float_inputs import FloatInputs
-from .python_state.kept_tensors import noting_tensors, release_tensors
 from .sizes.size_inputs import SizeInputs
 from .trace_call import Request
 from .tracer import Tracer
@@ -66,16 +65,13 @@ def capture(
     """
     request = Request(module, args, kwargs, grad, floats, sizes)
     tracer = Tracer(request, measure, OpaqueParts(module, opaque, as_in_eager, preferred))
-    with noting_tensors() as traced:
-        try:
-            captured = tracer.sure(wanted)
-            share_literals(captured.graph)
-        finally:
-            tracer.parts.close()
-            gc.collect(1)  # a trace is garbage with cycles, and holds small constants of the model's
-    if sizes is None:
-        release_tensors(traced, captured.graph.graph)
-    return captured
+    try:
+        captured = tracer.sure(wanted)
+        share_literals(captured.graph)
+        return captured
+    finally:
+        tracer.parts.close()
+        gc.collect(1)  # a trace is garbage with cycles, and holds small constants of the model's
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -35,7 +35,6 @@ from ..profile.real_strides import with_real_strides
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import Number, SizeArgument
 from .floats.float_inputs import with_values
-from .python_state.kept_tensors import note_tensors
 from .sizes.size_inputs import SizeInputs
 from .values.questions import Answer, ValuesNeeded
 
@@ -129,9 +128,7 @@ class ConstantFakeMode(FakeTensorMode):
             # Descriptions in Python take symbols; those in C++ would ask for their values.
             with enable_python_dispatcher() if self.shape_env is not None else nullcontext():
                 result = describe(func, args, kwargs, self, run)
-            result = with_real_strides(func, args, kwargs, result, self)
-            note_tensors(result)
-            return result
+            return with_real_strides(func, args, kwargs, result, self)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..tensors.traced_size import SizeNeededError
 from .attribute_snapshot import PENDING, RNN_CACHES, AttributeSnapshot
-from .containers import restore_container
+from .containers import has_same_items, restore_container
 from .module_attributes import CONSTANTS, IGNORED, AttributeWalk
 
 DELETED = object()  # stands for the value of an item that is gone
@@ -54,6 +54,16 @@ class AttributeWrite:
         walk = AttributeWalk()
         walk.describe(self.value, 1)
         return walk.key
+
+    def found(self) -> Any:
+        """Return what is there now, the items of another container than a dict as a copy."""
+        owner = self.owner()
+        return DELETED if owner is None else owner.copy() if self.key is WHOLE else owner.get(self.key, DELETED)
+
+    def finds(self, earlier: Any) -> bool:
+        """Return True if the same is there as was found earlier."""
+        now = self.found()
+        return has_same_items(now, earlier) if self.key is WHOLE and DELETED not in (now, earlier) else now is earlier
 
     def apply(self) -> None:
         """Write the value."""
@@ -102,7 +112,8 @@ def attribute_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> Att
     of_torch: set[int] = set()
     for (_, module), old, new in zip(after.modules, before.attributes, after.attributes, strict=True):
         of_torch |= {id(new.get(name)) for name in OF_TORCH}
-        names = [name for name in {**old, **new} if name not in OF_TORCH]
+        parts = {name for group in OF_TORCH for name in (new.get(group) or ()) if isinstance(new[group], dict)}
+        names = [name for name in {**old, **new} if name not in OF_TORCH and name not in parts]
         found += _item_writes(_attributes_of(module), old, new, names, where)
     for container, new_items in after.copies.values():
         _, old_items = before.copies.get(id(container), (None, None))

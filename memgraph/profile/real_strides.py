@@ -3,7 +3,7 @@
 native_group_norm of channels_last:   the fake result is contiguous, the CPU kernel's is channels_last
 
 torch describes most ops for tensors that are contiguous. For others, and where a size of one leaves the memory format
-open, the op runs once on tensors without values, and later traces of this process know its strides. Not yet run on a
+open, the op of torch's own runs once on zeros, and later traces of this process know its strides. Not yet run on a
 GPU.
 """
 
@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..graph.nodes import aten
 from ..tensors.layout import has_storage
 
-Strides = tuple[tuple[int, ...] | None, ...]  # of each tensor of a result
+Form = tuple[Sequence[int], Sequence[int]]  # shape and strides
+Strides = tuple[Form | None, ...]  # of each tensor of a result
 # Ops that take long, and whose descriptions have the strides of their kernels.
 DESCRIBED_WELL = frozenset({"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm", "_to_copy"})
 ATTENTION = "_scaled_dot_product"
@@ -49,15 +50,16 @@ def with_real_strides(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, mode: FakeTensorMode
 ) -> Any:  # fmt: skip
     """Return a fake result with the strides of the kernel, which runs for them if torch may not know them."""
-    if not isinstance(func, OpOverload) or mode.shape_env is not None or _returns_arguments(func):
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or mode.shape_env is not None:
         return result
     leaves, form = pytree.tree_flatten((args, kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not all(map(has_storage, given)) or not any(map(_is_open, given)):
+    draws = any(isinstance(leaf, torch.Generator) for leaf in leaves)
+    if draws or not all(map(has_storage, given)) or not any(map(_is_open, given)):
         return result
     if func.is_view:
         return _real_view(result, args, mode) if func is aten.view.default else result
-    if func._opname in DESCRIBED_WELL or func._opname.startswith(ATTENTION):
+    if _returns_arguments(func) or func._opname in DESCRIBED_WELL or func._opname.startswith(ATTENTION):
         return result
     results, result_form = pytree.tree_flatten(result)
     strides = _strides(func, leaves, form, results)
@@ -68,7 +70,7 @@ def with_real_strides(
 
 
 def _returns_arguments(func: OpOverload) -> bool:
-    return not func.is_view and any(each.alias_info is not None for each in func._schema.returns)
+    return any(each.alias_info is not None for each in func._schema.returns)
 
 
 def _is_open(tensor: Tensor) -> bool:
@@ -117,20 +119,18 @@ def _run(func: OpOverload, leaves: Sequence[Any], form: Any) -> Strides | None:
             real = [_real(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(real, form)
             results = pytree.tree_leaves(func(*args, **kwargs))
-            return tuple(result.stride() if isinstance(result, Tensor) else None for result in results)
+            return tuple((result.shape, result.stride()) if isinstance(result, Tensor) else None for result in results)
     except Exception as error:  # also where the device of a trace is not there
         LOG.info("%s can't be run for the strides of its results: %s", func, error)
         return None
 
 
 def _real(like: Tensor) -> Tensor:
-    """Return a tensor of this layout; indices are zeros, other values are not set."""
-    real = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return real if like.is_floating_point() or like.is_complex() else real.zero_()
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
-def _restrided(fake: Any, strides: tuple[int, ...] | None, mode: FakeTensorMode) -> Any:
-    if not isinstance(fake, FakeTensor) or strides is None or fake.stride() == strides or len(strides) != fake.dim():
+def _restrided(fake: Any, real: Form | None, mode: FakeTensorMode) -> Any:
+    if not isinstance(fake, FakeTensor) or real is None or real[0] != fake.shape or real[1] == fake.stride():
         return fake
     with mode:
-        return torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device)
+        return torch.empty_strided(*real, dtype=fake.dtype, device=fake.device)

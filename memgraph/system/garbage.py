@@ -1,7 +1,6 @@
 """Keep Python's garbage collector from looking at many objects in vain.
 
 with collecting_new_objects(): ...    transformers is imported, a million objects: only those of the block are looked at
-with all_objects(): ...               those that are left out are found again
 with paused_collector(): ...          nearly all that the block makes stays: nothing is looked at
 
 A collection of a million objects takes 0.2 s, and planning a call causes several. A trace makes about a hundred objects
@@ -41,15 +40,3 @@ def paused_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def all_objects() -> Iterator[None]:
-    """Let the block find all objects, also those that are left out of collections."""
-    was_frozen = bool(count_frozen())
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        if was_frozen:
-            gc.freeze()

@@ -16,6 +16,7 @@ from ...guards.outer_scopes import OuterScopes
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from ..python_state.draw_in_graph import drawing_in_trace
+from ..python_state.function_caches import empty_function_caches
 from ..user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from ..values.host_lengths import readable_lengths
 from .prod_gradient import eager_prod_gradient
@@ -37,4 +38,7 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
         readable_lengths(),
         constant_transformers_checks(mode, call.tensors),
     ):
-        yield before
+        try:
+            yield before
+        finally:
+            empty_function_caches(before)

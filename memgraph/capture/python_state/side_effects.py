@@ -25,7 +25,7 @@ from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
 from ...guards.outer_scopes import paths_of_readers
 from ...guards.variable_scope import OuterVariable
-from .kept_tensors import empty_function_caches
+from .function_caches import empty_function_caches
 
 TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
@@ -34,8 +34,7 @@ def refuse_side_effects(
     before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord] | None
 ) -> None:  # fmt: skip
     """Raise if attributes that the first trace set change the next call, which `trace` traces; None if it is known not
-    to differ. Caches of functions lose the tensors of each trace before the next."""
-    empty_function_caches(before)
+    to differ."""
     changed = _first_change(before, first[2])
     if changed is None:
         return
@@ -45,11 +44,11 @@ def refuse_side_effects(
         raise stored_tensor_error(_labelled(changed, before))
     if trace is None:
         return
+    empty_function_caches(before)
     try:
         second = trace()
     except Exception as error:
         raise _changed_call_error(changed, before) from error
-    empty_function_caches(before)
     later = _first_change(first[2], second[2])
     if later is not None or not is_same_step(first, second):
         raise _changed_call_error(later or changed, before)

@@ -129,6 +129,50 @@ def test_evaluation_sees_what_training_wrote() -> None:
         assert torch.equal(plain(torch.ones(2, 4)), compiled(torch.ones(2, 4)))
 
 
+class Changed(nn.Module):
+    """Training writes what evaluation reads; the caller may change it in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.table: dict[str, float] = {}
+        self.listed: list[float] = []
+        self.held = SimpleNamespace(scale=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.table["scale"], self.held.scale = 2.0, 3.0
+            self.listed += [] if self.listed else [4.0]
+        return self.body(x) * self.table.get("scale", 1.0) * (self.held.scale or 1.0) * (self.listed or [1.0])[0]
+
+
+def change_dict(part: Any) -> None:
+    part.table["scale"] = 7.0
+
+
+def change_object(part: Any) -> None:
+    part.held.scale = 7.0
+
+
+def change_list(part: Any) -> None:
+    part.listed[:] = [7.0]
+
+
+@pytest.mark.parametrize("change", [change_dict, change_object, change_list])
+def test_the_caller_may_change_what_was_written(change: Callable[[Any], None]) -> None:
+    torch.manual_seed(0)
+    plain = Changed()
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    assert_same_step(plain, ours, compiled, 2)
+    change(plain)
+    change(ours)
+    plain.eval()
+    compiled.eval()
+    with torch.no_grad():
+        assert torch.equal(plain(torch.ones(2, 4)), compiled(torch.ones(2, 4)))
+
+
 def test_a_plan_of_a_call_that_never_runs_writes_nothing() -> None:
     torch.manual_seed(0)
     plain = Writing(number)

@@ -129,6 +129,18 @@ def test_an_op_that_has_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(ran) == expected
 
 
+def test_ops_of_other_libraries_and_with_generators_of_the_callers_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(real_strides, "_run", lambda *given: ran.append(given))
+    generator = torch.Generator()
+    with ConstantFakeMode() as mode:
+        x = torch.empty(2, 8, 3, 4).to(memory_format=torch.channels_last)
+        for func, args in ((torch.ops.memgraph_host.draw, (x,)), (torch.ops.aten.bernoulli.p, (x, 0.5, generator))):
+            overload = func if isinstance(func, torch._ops.OpOverload) else func.default
+            assert real_strides.with_real_strides(overload, args, {}, x, mode) is x
+    assert not ran
+
+
 def test_random_numbers_are_those_of_before() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
