@@ -27,9 +27,21 @@ from ..tensors.layout import has_storage
 
 Form = tuple[Sequence[int], Sequence[int]]  # shape and strides
 Strides = tuple[Form | None, ...]  # of each tensor of a result
-# Ops that take long, and whose descriptions have the strides of their kernels.
-DESCRIBED_WELL = frozenset({"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm", "_to_copy"})
-ATTENTION = "_scaled_dot_product"
+# Besides elementwise ops: those that run on any values, and whose descriptions are known to be wrong somewhere. Kernels
+# that take the workspace of another op, as those of recurrent layers, would read beyond it.
+RUN = frozenset({
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_layer_norm",
+    "native_layer_norm_backward",
+    "roll", "flip", "sort", "index", "cat", "clone", "empty_like", "zeros_like", "ones_like", "rand_like", "randn_like",
+    "constant_pad_nd", "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
+    "replication_pad2d_backward", "channel_shuffle", "native_channel_shuffle", "pixel_shuffle", "pixel_unshuffle",
+    "im2col", "col2im", "glu", "glu_backward", "elu_backward", "silu_backward", "mish_backward", "gelu_backward",
+    "hardswish_backward", "hardsigmoid_backward", "rrelu_with_noise", "rrelu_with_noise_functional",
+    "rrelu_with_noise_backward", "_prelu_kernel", "_prelu_kernel_backward", "_softmax", "_softmax_backward_data",
+    "_log_softmax", "_log_softmax_backward_data", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
+})  # fmt: skip
 COPIES = 2  # of all arguments and results that an op may make while it runs
 LOG = logging.getLogger(__name__)
 _room = ContextVar("_room", default=1 << 62)
@@ -59,7 +71,7 @@ def with_real_strides(
         return result
     if func.is_view:
         return _real_view(result, args, mode) if func is aten.view.default else result
-    if _returns_arguments(func) or func._opname in DESCRIBED_WELL or func._opname.startswith(ATTENTION):
+    if _returns_arguments(func) or not (torch.Tag.pointwise in func.tags or func._opname in RUN):
         return result
     results, result_form = pytree.tree_flatten(result)
     strides = _strides(func, leaves, form, results)
