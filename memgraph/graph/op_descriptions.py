@@ -167,7 +167,7 @@ def _like_prediction(position: int) -> Describe:
 
 def _formatted(result: Any, like: Tensor) -> Any:
     first = result if isinstance(result, Tensor) else result[0]
-    if first.dim() == like.dim():
+    if first is not None and first.dim() == like.dim():  # an input that needs no gradient gets none
         new = torch.empty_like(first, memory_format=suggest_memory_format(like))
         first = first if new.stride() == first.stride() else new
     return first if isinstance(result, Tensor) else (first, *result[1:])
