@@ -213,7 +213,7 @@ def refuse_transforms() -> None:
     Raises:
         MemgraphError: torch.jit.trace, torch.export, or a transform of torch.func (vmap, grad, vjp, ...) is running.
     """
-    if torch.jit._trace.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise MemgraphError(
             "torch.jit.trace and torch.export can't follow a compiled module, which runs a graph of its own: give them "
             "the plain module"

@@ -45,12 +45,12 @@ class ByMethods(Body):
         return table(rows)
 
     @functools.lru_cache(4)  # noqa: B019 - as users have it
-    def double(self, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def twice(self, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
         return self.single(rows) * 2, {"one": torch.ones(rows, 1)}
 
     def forward(self, x: Tensor) -> Tensor:
         self.kind = (x.shape[1],)
-        first, others = self.double(x.shape[0])
+        first, others = self.twice(x.shape[0])
         return self.body(x) + first * others["one"]
 
 
@@ -63,7 +63,7 @@ def test_the_cache_of_a_function_holds_no_tensor_of_a_trace(make: Callable[[], A
         for rows in (8, 5, 8):
             x = torch.randn(rows, 4)
             assert torch.equal(compiled(x), plain(x))
-            kept = ours.double(rows)[0] if make is ByMethods else cached(rows)
+            kept = ours.twice(rows)[0] if make is ByMethods else cached(rows)
             assert type(kept) is Tensor and torch.equal(plain(x), compiled(x))
 
 
