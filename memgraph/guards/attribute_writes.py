@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..tensors.traced_size import SizeNeededError
+from ..tensors.traced_size import Number, SizeNeededError
 from .attribute_snapshot import PENDING, RNN_CACHES, AttributeSnapshot
 from .containers import has_same_items, restore_container
 from .module_attributes import CONSTANTS, IGNORED, AttributeWalk
@@ -89,7 +89,7 @@ class AttributeWrites:
     items: tuple[AttributeWrite, ...] = ()
     general: AttributeWrites | None = None
 
-    def at(self, number: Callable[[Any], Any]) -> AttributeWrites:
+    def at(self, number: Number) -> AttributeWrites:
         """Return the writes with numbers in the place of symbols."""
         return AttributeWrites(tuple(replace(item, value=_at(item.value, number)) for item in self.items), self)
 
@@ -138,7 +138,7 @@ def written(writes: Sequence[AttributeWrite]) -> Iterator[None]:
             restore_container(owner, items)
 
 
-def _at(value: Any, number: Callable[[Any], Any]) -> Any:
+def _at(value: Any, number: Number) -> Any:
     def leaf(size: Any) -> Any:
         return torch.Size(map(number, size)) if isinstance(size, torch.Size) else number(size)
 

@@ -3,8 +3,7 @@
 native_group_norm of channels_last:   the fake result is contiguous, the CPU kernel's is channels_last
 
 torch describes most ops for tensors that are contiguous. For others, and where a size of one leaves the memory format
-open, the op of torch's own runs once on zeros, and later traces of this process know its strides. Not yet run on a
-GPU.
+open, an op of torch runs once on zeros, and later traces of this process know the strides. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def with_real_strides(
     if _returns_arguments(func) or not (torch.Tag.pointwise in func.tags or func._opname in RUN):
         return result
     results, result_form = pytree.tree_flatten(result)
-    strides = _strides(func, leaves, form, results)
+    strides = _strides(func, leaves, form, given, results)
     if strides is None or len(strides) != len(results):
         return result
     pairs = zip(results, strides, strict=True)
@@ -107,9 +106,10 @@ def _real_view(result: Tensor, args: Sequence[Any], mode: FakeTensorMode) -> Ten
         return source.as_strided(result.shape, strides, source.storage_offset())
 
 
-def _strides(func: OpOverload, leaves: Sequence[Any], form: Any, results: Sequence[Any]) -> Strides | None:
-    """Return the strides of an op's results; None if they are unknown."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _strides(
+    func: OpOverload, leaves: Sequence[Any], form: Any, tensors: Sequence[Tensor], results: Sequence[Any]
+) -> Strides | None:  # fmt: skip
+    """Return the strides of an op's results; None if they are unknown. `tensors` are those among the `leaves`."""
     others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
     key = func, str(form), others, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     if key not in _known:

@@ -8,7 +8,7 @@ when it is first read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...graph.captured import Captured, Ref, View
 from ...graph.nodes import fake_result, is_lazy
-from ...tensors.traced_size import SizeArgument, SizeTrace, has_sizes
+from ...tensors.traced_size import Number, SizeArgument, SizeTrace, has_sizes
 from ..constant_fake_mode import ConstantFakeMode
 from .later_graph import LaterGraph
-
-Number = Callable[[Any], int]
 
 
 def at_lengths(general: Captured, trace: SizeTrace, lengths: Sequence[int]) -> Captured:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from passes import Trace
 
-from ...capture.sizes.at_lengths import Number, SizedValues, graph_at
+from ...capture.sizes.at_lengths import SizedValues, graph_at
 from ...capture.sizes.later_graph import LaterGraph
 from ...capture.sizes.size_inputs import name_sizes
 from ...graph.captured import Captured
 from ...graph.halves.partition import Partition, partition
 from ...graph.rewrite import rewrite
-from ...tensors.traced_size import SizeArgument
+from ...tensors.traced_size import Number, SizeArgument
 
 NAME = "memgraph_size_"
 
