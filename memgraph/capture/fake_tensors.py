@@ -15,13 +15,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
 from ..opaque.eager_state import saved_tensor_hooks
 from ..system.device import CPU
 from ..system.garbage import paused_collector
+from .call.require_strided import require_strided
 from .scripted_functions import unscripted
 from .sizes.size_inputs import SizeInputs
 
@@ -73,9 +73,7 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
     """
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
-    if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
-        kind = f"{tensor.layout} {type(tensor).__name__}"
-        raise CaptureError(f"{role.label} is a {kind}; only dense tensors of torch's own class are captured")
+    require_strided(tensor, role.label)
     if tensor.is_conj() or tensor.is_neg():
         raise CaptureError(f"{role.label} is lazily conjugated or negated: call .resolve_conj().resolve_neg() on it")
     if role.kind == "buffer" and tensor.requires_grad:

@@ -110,8 +110,11 @@ def _arguments(leaves: Sequence[object]) -> Hashable:
         if not isinstance(leaf, Tensor):
             keys.append(_constant(leaf))
             continue
+        if not has_storage(leaf):  # no such call is captured, and nested tensors have no shape
+            keys.append(leaf.layout)
+            continue
         same = first.setdefault(("tensor", id(leaf)), place)
-        storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if has_storage(leaf) else place
+        storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
         keys.append((same, storage, *_tensor(leaf)))
     return tuple(keys)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..capture.call.require_strided import require_strided_module
 from ..errors import CaptureError
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import resident_bytes
@@ -70,7 +71,7 @@ class ModuleTarget:
         """Return the target where the module is now.
 
         Raises:
-            CaptureError: parameters have no shapes yet.
+            CaptureError: parameters have no shapes yet, or tensors are not dense.
             ValueError: tensors are on several devices, or an option does not fit the device.
         """
         device = self._device()
@@ -82,6 +83,7 @@ class ModuleTarget:
         owned = owned_tensors(self.module)
         if any(map(is_lazy, owned)):
             raise CaptureError("parameters have no shape yet: run the lazy module once before it is compiled")
+        require_strided_module(self.module)
         return device_of(owned)
 
     def _on(self, device: torch.device) -> Target:

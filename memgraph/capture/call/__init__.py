@@ -3,4 +3,5 @@
 call                  take a call apart into tensors and constants
 changed_arguments     refuse a forward that puts something into its arguments
 kept_by_hooks         refuse forward hooks that keep tensors
+require_strided       refuse tensors that are not dense
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,6 +46,33 @@ def test_a_lazy_module_that_ran_once_trains() -> None:
     module = nn.Sequential(nn.LazyLinear(4))
     module(batch())
     assert_next_step_right(module, memgraph.compile(module, ROOM))
+
+
+NOT_DENSE: dict[str, Callable[[], Tensor]] = {
+    "torch.sparse_coo Tensor.*give its indices": lambda: torch.eye(16).to_sparse(),
+    "torch.sparse_csr Tensor.*give its indices": lambda: torch.eye(16).to_sparse_csr(),
+    "nested tensor.*pad the rows": lambda: torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)]),
+    "quantized tensor.*dequantize": lambda: torch.quantize_per_tensor(torch.ones(8, 16), 0.1, 0, torch.qint8),
+    "torch._mkldnn Tensor.*to_dense": lambda: torch.ones(8, 16).to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what is in beta
+@pytest.mark.parametrize("says", NOT_DENSE)
+def test_an_argument_that_is_not_dense_is_refused_by_its_kind(says: str) -> None:
+    module, compiled = fresh()
+    x = NOT_DENSE[says]()
+    with pytest.raises(memgraph.CaptureError, match=f"input 0 is a {says}"):
+        compiled(x)
+    with pytest.raises(memgraph.CaptureError, match=f"input 0 is a {says}"):
+        memgraph.plan(module, x)
+
+
+def test_a_sparse_buffer_is_refused_by_its_name() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].register_buffer("adjacency", torch.eye(4).to_sparse())
+    with pytest.raises(memgraph.CaptureError, match=r"buffer 0\.adjacency is a torch\.sparse_coo Tensor"):
+        memgraph.compile(module, ROOM)
 
 
 def test_an_argument_that_hides_tensors_is_refused_by_its_type() -> None:

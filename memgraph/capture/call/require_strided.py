@@ -1,0 +1,65 @@
+"""The kinds of tensors that a step can read: dense ones of torch's own class.
+
+buffer adjacency, torch.sparse_coo   ->   CaptureError: give its indices and values as dense tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...errors import CaptureError
+from ...tensors.layout import has_storage
+from ...tensors.pytree import tensors_of
+
+SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def require_strided(tensor: Tensor, label: str) -> None:
+    """
+    Args:
+        label: names the tensor in the error.
+
+    Raises:
+        CaptureError: it is sparse, nested, quantized, of another library's layout, or of a class of its own.
+    """
+    if has_storage(tensor) and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor):
+        return
+    raise CaptureError(
+        f"{label} is a {_kind(tensor)}; only dense tensors of torch's own class are captured: {_advice(tensor)}"
+    )
+
+
+def require_strided_module(module: nn.Module) -> None:
+    """Check the parameters and buffers of a module; raises as `require_strided`."""
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            require_strided(tensor, f"{kind} {name}")
+
+
+def require_strided_leaves(leaves: Sequence[object]) -> None:
+    """Check the arguments of a call, taken apart; raises as `require_strided`."""
+    for i, tensor in enumerate(tensors_of(leaves)):
+        require_strided(tensor, f"input {i}")
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized tensor" if tensor.is_quantized else "nested tensor"
+    return f"{tensor.layout} {type(tensor).__name__}"
+
+
+def _advice(tensor: Tensor) -> str:
+    if tensor.layout in SPARSE:
+        return (
+            "give its indices and values as tensors of their own, and multiply with index_select and index_add "
+            "(or scatter_reduce, segment_reduce); or do this outside of the module"
+        )
+    if tensor.is_nested:
+        return "pad the rows, and mask what follows their ends"
+    if tensor.is_quantized:
+        return "call .dequantize() on it"
+    return "call .to_dense() on it" if tensor.is_mkldnn else "give the plain tensors that it is made of"
