@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import fx
 
-from ..capture.call.require_strided import require_strided_leaves
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..graph.accumulate_grads import mark_hooked_grads
@@ -31,7 +30,6 @@ from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.locks import capturing
-from ..tensors.pytree import flatten
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -54,7 +52,6 @@ def capture_step(
     with state.announcing_failure():
         where = target()
         refuse_hooks(module)
-        require_strided_leaves(flatten((call.args, call.kwargs))[0])
         state.before_capture()
         room = capture_room(call, where, state)
         request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state, room)

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from passes import Trace
 
+from ..capture.call.require_strided import require_strided_arguments
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads
@@ -42,7 +43,7 @@ class LayoutsDiffer(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module.
+    """One call of a module, whose arguments have no tensors but dense ones.
 
     Attributes:
         outputs: selects the outputs that backward starts from.
@@ -58,6 +59,9 @@ class Call:
     general: CallCapture | None = None
     opaque: bool | Sequence[str] = False
     preferred: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        require_strided_arguments(self.args, self.kwargs)
 
     @property
     def nearby(self) -> Trace | None:

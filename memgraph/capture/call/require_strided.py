@@ -5,7 +5,7 @@ buffer adjacency, torch.sparse_coo   ->   CaptureError: give its indices and val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import CaptureError
 from ...tensors.layout import has_storage
-from ...tensors.pytree import tensors_of
+from ...tensors.pytree import flatten, tensors_of
 
 SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -40,9 +40,9 @@ def require_strided_module(module: nn.Module) -> None:
             require_strided(tensor, f"{kind} {name}")
 
 
-def require_strided_leaves(leaves: Sequence[object]) -> None:
-    """Check the arguments of a call, taken apart; raises as `require_strided`."""
-    for i, tensor in enumerate(tensors_of(leaves)):
+def require_strided_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the arguments of a call; raises as `require_strided`."""
+    for i, tensor in enumerate(tensors_of(flatten((args, kwargs))[0])):
         require_strided(tensor, f"input {i}")
 
 
