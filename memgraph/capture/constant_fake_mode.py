@@ -121,7 +121,8 @@ class ConstantFakeMode(FakeTensorMode):
                 result = super(ConstantFakeMode, self).dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = caches
-            _record_storages(func, result)
+            if self.shape_env is None:  # numbers compare faster than symbols
+                _record_storages(func, result)
             return result
 
         try:

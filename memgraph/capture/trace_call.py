@@ -69,7 +69,7 @@ def trace_call(
     kind = call_kind(call, grad, wanted) if is_plain else ""
     if (found := find_capture(kind, call, grad, wanted)) is not None:
         return assemble(*found, wanted)
-    log, answers = OpLog(), values.answers if values is not None else None
+    log, answers = OpLog(is_kept=bool(kind)), values.answers if values is not None else None
     mode = ConstantFakeMode(floats is not None, answers, has_numbers, sizes)
     with (
         fake_mode_context(mode),

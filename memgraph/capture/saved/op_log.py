@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,17 @@ Place = Callable[[], object]
 class OpLog(TorchDispatchMode):
     """Writes down the ops that run while it is entered; `place` says where in the module each of them is.
 
-    `constants` are the real tensors that ops read, in the order of their first use.
+    Attributes:
+        is_kept: False to write nothing down, where nobody will read it.
+        constants: the real tensors that ops read, in the order of their first use.
     """
 
     supports_higher_order_operators = True  # they are passed on, and what they do is unknown
     is_rehearsal = False  # no graph is built
 
-    def __init__(self) -> None:
+    def __init__(self, is_kept: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_kept = is_kept
         self.constants: list[Tensor] = []
         self.reason = ""  # why the digest does not say all that was done
         self._lines: list[str] = []
@@ -48,13 +51,16 @@ class OpLog(TorchDispatchMode):
         self._constants: dict[int, str] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that no address is reused
 
-    def again(self) -> Self:
+    def again(self) -> OpLog:
         """Return an empty log for a second trace of the call."""
-        return type(self)()
+        return OpLog(self.is_kept)
 
     @contextmanager
     def recording(self, inputs: Sequence[Tensor], place: Place) -> Iterator[None]:
         """Record the ops of one call with these fake inputs."""
+        if not self.is_kept:
+            yield
+            return
         self._place = place
         self.note("inputs", self._results(list(inputs)))
         try:
@@ -65,7 +71,8 @@ class OpLog(TorchDispatchMode):
 
     def end(self, results: Sequence[Tensor], *facts: object) -> None:
         """Record which tensors the call results in."""
-        self.note("results", self._described(list(results)), *facts)
+        if self.is_kept:
+            self.note("results", self._described(list(results)), *facts)
 
     def note(self, *facts: object) -> None:
         """Add facts that belong to the digest."""
