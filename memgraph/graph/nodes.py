@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..tensors.traced_size import always_equal, with_sizes
 
 aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default  # asked more often than anything else, and no op
 ALIASES = (aten.detach.default, aten.alias.default)
 GUARDS = "memgraph_guards"  # namespace of ops
 UNGUARDED = -1  # number of such an op that checks nothing, since its sizes follow from an earlier one

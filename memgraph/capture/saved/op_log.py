@@ -19,10 +19,10 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...graph.nodes import DEVICE_OF
 from ...tensors.layout import has_storage
 
 MAX_CONSTANT_NBYTES = 1 << 20  # of a real tensor, whose content is part of the digest
-DEVICE_OF = torch.ops.prim.device.default  # asked more often than anything else, and no op
 PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip

@@ -21,9 +21,9 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...graph.nodes import aten
+from ...graph.nodes import DEVICE_OF, aten
 from ..constant_fake_mode import MAX_ELEMENTS, ConstantFakeMode
-from .op_log import DEVICE_OF, OpLog, storage_of, tensors_in
+from .op_log import OpLog, storage_of, tensors_in
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...graph.guard_ops import SIZED, Scalars
-from ...graph.nodes import aten
+from ...graph.nodes import DEVICE_OF, aten
 from ...graph.provenance import user_line
 from ...guards.refused_collectives import refuse_collective
 
@@ -61,6 +62,8 @@ class ValueMode(TorchDispatchMode):
     supports_higher_order_operators = True  # they are passed on, and refused below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         refuse_collective(func)
         args, kwargs = self.arguments(func, args, kwargs or {})
         if func is READS:
