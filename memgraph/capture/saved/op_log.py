@@ -33,7 +33,7 @@ class OpLog(TorchDispatchMode):
     """Writes down the ops that run while it is entered; `place` says where in the module each of them is.
 
     Attributes:
-        is_kept: False to write nothing down, where nobody will read it.
+        is_kept: False if the capture is not kept for later processes: nothing is written down.
         constants: the real tensors that ops read, in the order of their first use.
     """
 
