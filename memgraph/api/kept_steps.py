@@ -20,7 +20,7 @@ from ..capture.floats.float_capture import FloatCapture
 from ..capture.sizes.size_capture import SizeCapture
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, ValueGuard
-from ..guards.module_attributes import AttributeGuard
+from ..guards.attribute_guard import AttributeGuard
 from ..guards.owned_tensors import owned_tensors
 from ..guards.signature import has_gradients, signature, with_attributes
 from ..planning.call_kinds import CallKinds
@@ -108,7 +108,7 @@ class KeptSteps:
                     new = self._new_step(args, kwargs, key)
                 captured = new.parts.captured
                 call, key = (self._counters.add(known, captured.counters, self.planner.module) for known in (call, key))
-                call, key = self._without_changed_attributes(captured, call, key)
+                call, key = self._without_what_changes(captured, call, key)
                 call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
                 key, floats = self._floats.add(call, key, new, steps)
                 if warning := self.variants.warning(key, [part.path for part in captured.opaque]):
@@ -145,10 +145,11 @@ class KeptSteps:
             if not any(others & updated for others in trained.values()):
                 self._parameters = ids
 
-    def _without_changed_attributes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
-        """Return the keys of a call and its step without the attributes that opaque parts change in every step."""
+    def _without_what_changes(self, captured: Captured, call: Key, key: Key) -> tuple[Key, Key]:
+        """Return the keys of a call and its step without what its capture, or opaque parts in every step, change."""
         changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
-        if key != call or not self._attributes.ignore(changed):
+        variables = self._attributes.ignore_changed_variables()
+        if key != call or not (self._attributes.ignore(changed) or variables):
             return call, key
         (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
         call = (with_attributes(guard, self._attributes), state), adds, outputs
@@ -220,7 +221,7 @@ class KeptSteps:
 
     def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one more kind of calls, and warn if there are ever more."""
-        if warning := self._kinds.warning(args, kwargs):
+        if warning := self._kinds.warning(args, kwargs, self._attributes.changed_variables):
             warn_user(warning)
 
 

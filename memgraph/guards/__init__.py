@@ -3,11 +3,14 @@
 signature             the guard key of a call
 hashed_tuple          a tuple that computes its hash once
 owned_tensors         parameters and buffers of a module, listed quickly
-module_attributes     attributes that forward may read, as a key
+attribute_guard       attributes and variables that forward may read, as a key
+module_attributes     a walk over the attributes of a module
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes, for captures of other calls
 outer_scopes          variables outside of attributes that forward may refer to
 outer_snapshot        their values at one moment
+variables_read        those of them that code reads
+variable_guard        a walk over these, at one moment and later
 variable_scope        one place that holds variables, and the lines that name one
 containers            compare a container with a copy, and restore it
 refused_collectives   collectives of the user's own in forward are refused

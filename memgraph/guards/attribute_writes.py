@@ -26,7 +26,8 @@ from .module_attributes import CONSTANTS, IGNORED, AttributeWalk
 
 DELETED = object()  # stands for the value of an item that is gone
 WHOLE = object()  # stands for the key of a list, set or deque
-OF_TORCH = IGNORED | RNN_CACHES | {"_modules"}
+# Hooks that forward registers are written: it may note in an attribute that they are there.
+OF_TORCH = {name for name in IGNORED if "hooks" not in name} | RNN_CACHES | {"_modules"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,47 +72,6 @@ class Check(NamedTuple):
     expected: object
 
 
-class AttributeGuard:
-    """The attributes of a module; a captured graph depends on their `key`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._walk: AttributeWalk | None = None
-        self._ignored: frozenset[tuple[int, str]] = frozenset()
-        self._tensors = HashedTuple()
-
-    def same_tensors(self, key: tuple[Hashable, ...]) -> Hashable:
-        """Return the key of the module's tensors; that of the previous call if it is equal, whose hash is known."""
-        if key != self._tensors:
-            self._tensors = HashedTuple(key)
-        return self._tensors
-
-    def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
-        """Leave attributes of submodules out of the key from now on; return True if it had any of them."""
-        new = self._ignored | {(id(owner), name) for owner, name in attributes}
-        changes = new != self._ignored
-        if changes:
-            self._ignored, self._walk = new, None
-        return changes
-
-    @property
-    def key(self) -> Hashable:
-        if self._walk is None or self._walk.is_stale():
-            self._walk = AttributeWalk(ignored=self._ignored)
-            self._walk.describe(self.module, 0)
-        return self._walk.key
-
-    @property
-    def floats(self) -> dict[int, tuple[Any, Any]]:
-        """For each float in the latest key, by its index there: the dict that contains it, and its key in that dict."""
-        return self._walk.floats if self._walk is not None else {}
-
-    @property
-    def numbers(self) -> dict[int, tuple[Any, Any]]:
-        """The same for each int and float."""
-        return self._walk.ints | self._walk.floats if self._walk is not None else {}
-
-
 class AttributeWalk:
     """The tokens of one walk, and the checks that tell whether another would give the same.
 
@@ -143,7 +102,7 @@ class AttributeWalk:
             for read, expected in self._checks:  # no generator: every call of the module comes by
                 if read() != expected:
                     return True
-        except KeyError:  # an attribute was deleted
+        except (KeyError, ValueError):  # an attribute, or what a cell held, was deleted
             return True
         return False
 

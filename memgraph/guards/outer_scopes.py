@@ -103,7 +103,7 @@ class _Search:
             if self._is_open(thing):
                 self._enter_class(thing)
         elif self._is_open(type(thing)) and isinstance(getattr(thing, "__dict__", None), dict):
-            self._add(f"{title}.{{}}", vars(thing))
+            self._add(type(thing), f"{title}.{{}}", vars(thing))
             self._waiting.append(("", type(thing)))
 
     def _is_open(self, thing: Any) -> bool:
@@ -112,7 +112,7 @@ class _Search:
 
     def _enter_class(self, kind: type) -> None:
         """Add its attributes, and those of its methods that some code mentions."""
-        self._add(f"{kind.__qualname__}.{{}}", kind)
+        self._add(kind, f"{kind.__qualname__}.{{}}", kind)
         for name, value in vars(kind).items():
             methods = [("", function) for function in _functions_of(value)]
             if name in self._mentioned or (name.startswith("__") and not issubclass(kind, nn.Module)):
@@ -123,23 +123,23 @@ class _Search:
     def _enter_function(self, function: FunctionType) -> None:
         self.functions.append(function)
         title = function.__qualname__
-        names, assigns_globals = _names(function.__code__)
+        names, assigns_globals = names_in(function.__code__)
         for name in (names - self._mentioned) & self._methods.keys():
             self._waiting.extend(self._methods.pop(name))
         self._mentioned |= names
-        self._enter_names(function.__module__, function.__globals__, names, assigns_globals)
+        self._enter_names(function, function.__module__, function.__globals__, names, assigns_globals)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             label = f"the variable {name} that {title} closes over"
-            self._add(label, cell, {name})
+            self._add(function, label, cell, {name})
             self._waiting.extend((label, value) for value in cell_contents(cell))
         if defaults := _defaults(function):
             self.scopes[id(function.__code__)] = Scope(f"the default of {{}} in {title}", defaults)
-        self._add(f"{title}.{{}}", vars(function))
+        self._add(function, f"{title}.{{}}", vars(function))
         self._waiting.extend(("", value) for value in vars(function).values() if _is_code(value))
 
-    def _enter_names(self, title: str, content: dict[str, Any], names: set[str], assigns: bool) -> None:
+    def _enter_names(self, of: Any, title: str, content: dict[str, Any], names: set[str], assigns: bool) -> None:
         """Add the globals with these names, those that the code `assigns` later included."""
-        scope = self._add(f"{title}.{{}}", content, set())
+        scope = self._add(of, f"{title}.{{}}", content, set())
         known = scope.names if scope.names is not None else set(content)
         new = (names if assigns else names & content.keys()) - known
         known.update(new)
@@ -148,10 +148,12 @@ class _Search:
             if not isinstance(value, ModuleType):
                 self._waiting.append((f"{title}.{name}", value))
             elif self._is_open(value):
-                self._enter_names(value.__name__, vars(value), names, False)
+                self._enter_names(value, value.__name__, vars(value), names, False)
 
-    def _add(self, title: str, owner: dict[str, Any] | type | CellType, names: set[str] | None = None) -> Scope:
-        return self.scopes.setdefault(id(owner), Scope(title, owner, names))
+    def _add(
+        self, of: Any, title: str, owner: dict[str, Any] | type | CellType, names: set[str] | None = None
+    ) -> Scope:  # fmt: skip
+        return self.scopes.setdefault(id(owner), Scope(title, owner, names, _is_installed(_package(of))))
 
 
 def _package(thing: Any) -> str:
@@ -192,11 +194,11 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
 
 
 @functools.lru_cache(20_000)
-def _names(code: CodeType) -> tuple[set[str], bool]:
+def names_in(code: CodeType) -> tuple[set[str], bool]:
     """Return the names in a function's code, inner functions included, and whether it assigns to globals."""
     names, assigns = set(code.co_names), STORE_GLOBAL in code.co_code[::2]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            more, inner_assigns = _names(inner)
+            more, inner_assigns = names_in(inner)
             names, assigns = names | more, assigns or inner_assigns
     return names, assigns

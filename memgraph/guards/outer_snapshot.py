@@ -33,7 +33,7 @@ class OuterSnapshot:
     def __init__(self, scopes: OuterScopes, inputs: Sequence[Tensor] = ()) -> None:
         self.scopes = scopes
         self.values = {scope: scope.values() for scope in scopes.scopes}
-        self._walk = _PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
+        self._walk = PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         self.tokens = {
             OuterVariable(scope, name): self._described(value) for scope, values in self.values.items()
             for name, value in values.items()
@@ -77,7 +77,7 @@ def holds(tokens: object, kind: type[Tensor]) -> bool:
     return any(isinstance(token, IdentityKey) and isinstance(token.target(), kind) for token in described)
 
 
-class _PlainWalk(AttributeWalk):
+class PlainWalk(AttributeWalk):
     """Describes plain values and containers, and anything else by identity."""
 
     def _describe_new(self, thing: Any, depth: int) -> None:

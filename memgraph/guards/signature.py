@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from ..tensors.layout import has_storage
-from .module_attributes import AttributeGuard
+from .attribute_guard import AttributeGuard
 
 ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
 GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)

@@ -23,12 +23,16 @@ CLOSED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, funct
 class Scope:
     """The globals of a file, a class, the attributes of an object, or a cell of a closure.
 
-    `title` is a format for the name of a variable. With `names`, others are left out.
+    Attributes:
+        title: a format for the name of a variable.
+        names: others are left out; None for all.
+        is_installed: it belongs to a package that a package manager has installed.
     """
 
     title: str
     owner: dict[str, Any] | type | CellType
     names: set[str] | None = None
+    is_installed: bool = False
 
     def values(self) -> dict[str, Any]:
         """Return its variables, but functions, classes and modules."""

@@ -35,8 +35,12 @@ class CallKinds:
         self._sizes: OrderedDict[Hashable, list[dict[ArgumentPath, Any]]] = OrderedDict()
         self._has_warned = False
 
-    def warning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Count one more kind, and return a warning, once; empty if there is none."""
+    def warning(self, args: tuple[Any, ...], kwargs: dict[str, Any], variables: Sequence[str] = ()) -> str:
+        """Count one more kind, and return a warning, once; empty if there is none.
+
+        Args:
+            variables: names of those outside of the module's attributes that have changed.
+        """
         self.number += 1
         form, sizes = self._form(args, kwargs)
         of_form = self._sizes.setdefault(form, [])
@@ -45,7 +49,7 @@ class CallKinds:
             self._sizes.popitem(last=False)
         of_form.append(sizes)
         del of_form[:-MANY_ALIKE]
-        text = "" if self._has_warned else _warning(of_form)
+        text = "" if self._has_warned else _warning(of_form, variables)
         self._has_warned = self._has_warned or bool(text)
         return text
 
@@ -91,7 +95,7 @@ def _advice(path: ArgumentPath) -> list[str]:
     return [PAD, DROP] if path.endswith(", dimension 0") else [PAD]
 
 
-def _warning(calls: Sequence[dict[ArgumentPath, Any]]) -> str:
+def _warning(calls: Sequence[dict[ArgumentPath, Any]], variables: Sequence[str]) -> str:
     latest = calls[-1]
     differ = {path: list(dict.fromkeys(sizes.get(path) for sizes in calls)) for path in latest}
     differ = {path: values for path, values in differ.items() if len(values) >= MANY_SIZES}
@@ -103,9 +107,9 @@ def _warning(calls: Sequence[dict[ArgumentPath, Any]]) -> str:
             f"{', and '.join(advice)}; {REST}"
         )
     if len(calls) >= MANY_ALIKE and all(sizes == latest for sizes in calls):
+        what = ", ".join(variables) or "an attribute of the module, its parameters or a mode of torch"
         return (
-            f"{len(calls)} calls with arguments of equal sizes were each captured and planned: an attribute of the "
-            "module, its parameters or a mode of torch differs each time; make it a buffer or an argument; "
-            f"{REST}"
+            f"{len(calls)} calls with arguments of equal sizes were each captured and planned: {what} differs each "
+            f"time; make it a buffer or an argument; {REST}"
         )
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..graph.counters import Counter
-from ..guards.module_attributes import AttributeGuard
+from ..guards.attribute_guard import AttributeGuard
 from ..guards.signature import ATTRIBUTES
 
 CALLS = 256  # kinds of calls that are remembered

@@ -14,7 +14,7 @@ from typing import Any
 from ..capture.floats.float_capture import FloatCapture
 from ..capture.floats.float_inputs import FloatInputs
 from ..graph.captured import Captured
-from ..guards.module_attributes import AttributeGuard
+from ..guards.attribute_guard import AttributeGuard
 from ..guards.signature import ARGUMENTS, ATTRIBUTES
 from ..runtime.step import Step
 from ..tensors.traced_number import FloatPlace

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from ..errors import MemgraphError
-from ..guards.module_attributes import AttributeGuard
+from ..guards.attribute_guard import AttributeGuard
 from ..guards.module_proxy import WithLoss
 from ..guards.signature import signature
 from ..tensors.pytree import flatten

@@ -24,11 +24,14 @@ from .prod_gradient import eager_prod_gradient
 
 @contextmanager
 def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapshot]:
-    """Let ops and libraries do what they do in eager, and restore the module afterwards."""
+    """Let ops and libraries do what they do in eager, and restore the module afterwards.
+
+    What forward writes outside of it stays, but for what symbols and stand-ins for floats may be in.
+    """
     parts = [part for _, part in all_submodules(call.module)]
-    scopes = OuterScopes.of(parts)
+    snapshot = AttributeSnapshot(call.module, call.tensors, OuterScopes.of(parts))
     with (
-        AttributeSnapshot(call.module, call.tensors, scopes).restored_attributes() as before,
+        snapshot.restored() if mode.sizes is not None or mode.has_floats else snapshot.restored_attributes() as before,
         drawing_in_trace(),
         without_checkpoint(),
         eager_fast_paths(),

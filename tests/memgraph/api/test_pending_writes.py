@@ -234,3 +234,49 @@ def assert_same_step(plain: nn.Module, ours: nn.Module, compiled: nn.Module, row
         y.square().sum().backward()
         results.append([y, *(parameter.grad for parameter in module.parameters())])
     assert all(map(torch.equal, *results)), rows
+
+
+class Observed(nn.Module):
+    """Its first forward registers a hook that doubles what its body returns, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        if not getattr(self, "is_observed", None):
+            self.is_observed = "yes"
+            self.body.register_forward_hook(lambda part, args, result: result * 2)
+        return self.body(x)
+
+
+def test_hooks_that_forward_registers_are_there_in_other_calls() -> None:
+    plain = Observed()
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for rows in (2, 3, 2, 4):
+        assert torch.equal(plain(torch.ones(rows, 4)), compiled(torch.ones(rows, 4)))
+    assert not ours.body._forward_hooks and not hasattr(ours, "is_observed")
+
+
+def test_hidden_states_of_transformers_are_there_in_other_calls() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    plain = BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=20,
+            output_hidden_states=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+    compiled = memgraph.compile(ours := copy.deepcopy(plain), ROOM)
+    for i, length in enumerate((8, 8, 6, 8)):
+        ids = torch.randint(20, (2, length), generator=torch.Generator().manual_seed(i))
+        for each in (plain, compiled):
+            each.zero_grad()
+            outputs = each(input_ids=ids, labels=ids)
+            (outputs.loss + sum(states.square().mean() for states in outputs.hidden_states)).backward()
+            assert len(outputs.hidden_states) == 2
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        assert all(a.grad is b.grad or torch.equal(a.grad, b.grad) for a, b in pairs)

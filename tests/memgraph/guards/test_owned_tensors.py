@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.guards import hashed_tuple
+from memgraph.guards.attribute_guard import AttributeGuard
 from memgraph.guards.hashed_tuple import HashedTuple
-from memgraph.guards.module_attributes import AttributeGuard
 from memgraph.guards.owned_tensors import owned_tensors
 from memgraph.guards.signature import signature
 from tests.support.zoo import CASES, Case, fresh

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memgraph
-from memgraph.guards.module_attributes import AttributeGuard
+from memgraph.guards.attribute_guard import AttributeGuard
 from memgraph.guards.signature import signature
 
 ROOM = "1GB"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memgraph
-from memgraph.guards.module_attributes import AttributeGuard
+from memgraph.guards.attribute_guard import AttributeGuard
 from tests.support.compare import ROOM
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

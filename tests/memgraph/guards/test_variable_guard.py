@@ -1,0 +1,204 @@
+"""Variables outside of attributes that forward reads take effect when they change, and others cost no capture."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.guards.attribute_guard import AttributeGuard
+from memgraph.planning.planner import Planner
+
+NUMBER, NAME, ACTIVATION, MASK = 1, "a", torch.relu, torch.ones(8)
+BETA = 0.5
+TABLE, NUMBERS = {"scale": 1}, [1, 2]
+OPTIONS = types.SimpleNamespace(alpha=1.0)
+step, loss = 0, torch.ones(1)
+CACHE: dict[str, float] = {}
+
+
+class Reading(nn.Module):
+    """Its forward is a function of this file; it has attributes of the names of globals."""
+
+    scale = 1
+
+    def __init__(self, then: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.then = then
+        self.step = self.loss = 2
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self, x)
+
+
+def set_global(name: str, *values: Any) -> Callable[[int], None]:
+    def change(i: int) -> None:
+        globals()[name] = values[i % len(values)]
+
+    return change
+
+
+def closed_over() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[int], None]]:
+    scale, table = 1.0, {"scale": 1}
+
+    def change(i: int) -> None:
+        nonlocal scale
+        scale, table["scale"] = 1.0 + i, i
+
+    return lambda part, x: part.linear(x) * scale * table["scale"], change
+
+
+CLOSED, CHANGE_CLOSED = closed_over()
+READS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Any]]] = {
+    "an int": (lambda part, x: part.linear(x) * NUMBER, set_global("NUMBER", 1, 2, 3)),
+    "a branch": (lambda part, x: part.linear(x) if NUMBER < 2 else x + part.linear(x), set_global("NUMBER", 1, 2, 3)),
+    "a text": (lambda part, x: part.linear(x) * len(NAME), set_global("NAME", "a", "bc")),
+    "a function": (lambda part, x: ACTIVATION(part.linear(x)), set_global("ACTIVATION", torch.relu, torch.tanh, F.gelu)),
+    "a tensor": (lambda part, x: part.linear(x) * MASK, set_global("MASK", torch.ones(8), torch.arange(8.0))),
+    "a dict": (lambda part, x: part.linear(x) * TABLE["scale"], lambda i: TABLE.update(scale=i)),
+    "a list": (lambda part, x: part.linear(x) * sum(NUMBERS), lambda i: NUMBERS.append(i)),
+    "a class attribute": (lambda part, x: part.linear(x) * part.scale, lambda i: setattr(Reading, "scale", i + 1)),
+    "a closure": (CLOSED, CHANGE_CLOSED),
+    "a float": (lambda part, x: part.linear(x) * BETA, set_global("BETA", 0.5, 0.7, 0.9)),
+    "a float that is compared": (lambda part, x: part.linear(x) * (BETA > 0.6), set_global("BETA", 0.5, 0.7, 0.9)),
+    "a float whose type is asked": (
+        lambda part, x: part.linear(x) * (BETA if type(BETA) is float else 9.0), set_global("BETA", 0.5, 0.7, 0.9)
+    ),
+    "an attribute of an object": (
+        lambda part, x: part.linear(x) * OPTIONS.alpha, lambda i: setattr(OPTIONS, "alpha", 1.0 + i)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def same_globals() -> Iterator[None]:
+    names = ("NUMBER", "NAME", "ACTIVATION", "MASK", "BETA", "TABLE", "NUMBERS", "OPTIONS", "step", "loss", "CACHE")
+    before = {name: copy.copy(globals()[name]) for name in names}
+    yield
+    globals().update(before)
+    Reading.scale = 1
+
+
+@pytest.fixture
+def planned() -> Iterator[list[str]]:
+    """Grows by one word for each step that is planned."""
+    said: list[str] = []
+    real = Planner.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        said.append("planned")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(Planner, "step", step):
+        yield said
+
+
+def wrong_steps(module: nn.Module, compiled: nn.Module, change: Callable[[int], Any], steps: int = 6) -> list[int]:
+    """Train beside eager, with a change before each step; return the steps with other gradients."""
+    eager, wrong = copy.deepcopy(module), list[int]()
+    for i in [*range(steps), 0]:
+        change(i)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+        for each in (compiled, eager):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        pairs = zip(module.parameters(), eager.parameters(), strict=True)
+        if not all(torch.equal(a.grad, b.grad) for a, b in pairs):  # type: ignore[arg-type]
+            wrong.append(i)
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*were each captured")
+@pytest.mark.parametrize("what", READS)
+def test_what_forward_reads_takes_effect_when_it_changes(what: str) -> None:
+    then, change = READS[what]
+    module = Reading(then)
+    assert wrong_steps(module, memgraph.compile(module, "1GB"), change) == []
+
+
+@pytest.mark.parametrize("what", ["a float", "an attribute of an object"])
+def test_a_float_is_an_input_from_its_second_value_on(what: str, planned: list[str]) -> None:
+    then, change = READS[what]
+    module = Reading(then)
+    wrong_steps(module, memgraph.compile(module, "1GB"), change)
+    assert len(planned) == 2
+
+
+def test_globals_with_the_names_of_attributes_cost_no_capture(planned: list[str]) -> None:
+    def change(i: int) -> None:
+        globals().update(step=i, loss=torch.ones(1) * i)
+
+    module = Reading(lambda part, x: part.linear(x) * part.step * part.loss)
+    assert wrong_steps(module, memgraph.compile(module, "1GB"), change) == []
+    assert len(planned) == 1
+
+
+def test_a_cache_that_a_call_fills_costs_no_capture(planned: list[str]) -> None:
+    def then(part: Any, x: Tensor) -> Any:
+        return part.linear(x) * CACHE.setdefault(f"{x.shape[0]} rows", 2.0)
+
+    module = Reading(then)
+    compiled = memgraph.compile(module, "1GB")
+    for rows in (4, 4, 3, 4, 3):
+        compiled(torch.ones(rows, 8)).sum().backward()
+        module.zero_grad()
+    assert len(planned) == 2 and CACHE == {"4 rows": 2.0}  # the second kind is captured with a symbol for its rows
+
+
+def test_the_warning_names_the_variable() -> None:
+    then, _ = READS["an int"]
+    compiled = memgraph.compile(Reading(then), "1GB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(8):
+            globals()["NUMBER"] = i
+            compiled(torch.ones(2, 8)).sum().backward()
+    assert [str(each.message) for each in caught if "test_variable_guard.NUMBER differs each time" in str(each.message)]
+
+
+def test_a_number_in_an_installed_package_is_read() -> None:
+    package = types.ModuleType("installed_package")
+    package.__file__ = "/lib/site-packages/installed_package/__init__.py"
+    exec(
+        "from torch import nn\nSCALE = 1\nTABLE = {}\n"
+        "class Layer(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * SCALE",
+        vars(package),
+    )
+    sys.modules["installed_package"] = package
+    try:
+        module = vars(package)["Layer"](8, 8)
+        assert wrong_steps(module, memgraph.compile(module, "1GB"), lambda i: setattr(package, "SCALE", i % 2)) == []
+    finally:
+        del sys.modules["installed_package"]
+
+
+def test_a_tensor_among_the_globals_is_not_kept_alive() -> None:
+    module = Reading(lambda part, x: part.linear(x) * MASK)
+    attributes = AttributeGuard(module)
+    before, reference = attributes.key, weakref.ref(MASK)
+    globals()["MASK"] = None
+    gc.collect()
+    assert reference() is None and attributes.key != before
+
+
+def test_equal_values_are_the_same_key() -> None:
+    attributes = AttributeGuard(Reading(lambda part, x: x * NUMBERS[0] * len(NAME)))
+    before = attributes.key
+    globals().update(NUMBERS=[1, 2], NAME="".join(["a"]))
+    assert attributes.key == before
+    globals().update(NUMBERS=[1, 2.0])
+    assert attributes.key != before
