@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CaptureError
 from ..system.fake_log import without_fake_errors
-from ..system.frames import is_torchs, is_users, module_running, source_line
+from ..system.frames import is_refused_argument, is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
 from .values.host_lengths import PACKED_WEIGHTS
@@ -203,7 +203,8 @@ def _explain_failed_op(error: Exception, mode: ConstantFakeMode) -> Explanation 
     failed = mode.failed
     if failed is None or failed.error is not error:
         is_call = type(error) is TypeError and WRONG_ARGUMENTS.search(str(error)) is not None
-        return None if is_users(error.__traceback__) or is_call else NO_USER_CODE
+        would_fail = is_call or is_refused_argument(error)
+        return None if is_users(error.__traceback__) or would_fail else NO_USER_CODE
     return _find(str(failed.op)) or NO_DESCRIPTION if failed.runs() else None
 
 

@@ -31,7 +31,7 @@ from ..system.frames import is_users_code
 PROVENANCE = "custom"
 PATH = "memgraph_path"  # attribute of an exception
 # These call the module; what runs in them is memgraph's own.
-CALLERS = os.path.join("capture", "call.py"), os.path.join("capture", "joint", "traced_step.py")
+CALLERS = os.path.join("capture", "call", "call.py"), os.path.join("capture", "joint", "traced_step.py")
 _part: ContextVar[int] = ContextVar("part", default=0)
 _counted: ContextVar[Callable[[], object]] = ContextVar("counted", default=int)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
+NN = os.path.join(TORCH, "nn", "")
 MEMGRAPH = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -25,7 +26,7 @@ def source_line(traceback: TracebackType | None) -> str:
     """Return the line of the user's code that raised, or of a torch module, as `path:line in function`."""
     places = [(frame.f_code, line) for frame, line in walk_tb(traceback)]
     users = [place for place in places if is_users_code(place[0])]
-    modules = [place for place in places if place[0].co_name == "forward"]
+    modules = [place for place in places if place[0].co_name == "forward" and place[0].co_filename.startswith(NN)]
     for code, line in reversed(users or modules):
         return f"{code.co_filename}:{line} in {code.co_name}"
     return "an unknown line"
@@ -60,6 +61,13 @@ def is_torchs(traceback: TracebackType | None) -> bool:
     """Return True if torch's own code raised the exception."""
     frames = [frame for frame, _ in walk_tb(traceback)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(TORCH)
+
+
+def is_refused_argument(error: Exception) -> bool:
+    """Return True if a function or a module of torch.nn has refused its arguments, as it does in eager."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    is_nn = bool(frames) and frames[-1].f_code.co_filename.startswith(NN)
+    return is_nn and isinstance(error, ValueError | TypeError | IndexError)
 
 
 def is_users(traceback: TracebackType | None) -> bool:

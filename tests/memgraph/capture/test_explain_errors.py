@@ -80,7 +80,7 @@ def test_tensors_that_are_not_dense_are_refused_in_one_sentence(part: nn.Module,
 
 
 def test_an_error_of_torch_outside_of_the_model_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.autograd, "grad", nn.Module())  # which has no forward
+    monkeypatch.setattr(torch.autograd, "grad", torch.ops.aten.relu.default)  # which takes other arguments
     with pytest.raises(memgraph.CaptureError, match="no line of the model's own runs"):
         memgraph.compile(nn.Linear(8, 8), ROOM)(torch.ones(3, 8))
 
@@ -96,6 +96,14 @@ def test_shapes_that_do_not_fit_are_named_with_their_module_and_nothing_is_logge
     assert not caplog.records
     assert "meta" not in capfd.readouterr().err
     assert not logging.getLogger("torch._subclasses.fake_tensor").filters
+
+
+def test_a_target_that_does_not_fit_is_the_error_of_eager() -> None:
+    compiled = memgraph.compile(nn.Linear(4, 3), ROOM, loss=nn.functional.cross_entropy)
+    with pytest.raises(ValueError, match=r"^Expected input batch_size \(8\) to match target batch_size \(3\).$"):
+        compiled(torch.ones(8, 4), target=torch.ones(3, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="an unknown line, in the model"):
+        compiled(torch.ones(8, 4), target=torch.ones(8))
 
 
 def test_an_error_of_the_users_own_stays_what_it_is() -> None:

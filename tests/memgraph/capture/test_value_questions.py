@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from memgraph.graph.provenance import CALLERS
 from tests.support.compare import assert_alike, steps
 
 
@@ -88,3 +92,31 @@ def test_another_number_in_a_name_is_another_branch() -> None:
         used = [name for name, part in module.experts.items() if part.weight.grad is not None]
         assert used == [f"expert_{number}"]
         module.zero_grad()
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+def packed() -> nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 8), torch.tensor([3, 2]), batch_first=True)
+
+
+@pytest.mark.parametrize(
+    "make, call",
+    [
+        (encoder, lambda model: model(torch.ones(2, 3, 8), mask=nn.Transformer.generate_square_subsequent_mask(3))),
+        (lambda: nn.GRU(8, 4, batch_first=True), lambda model: model(packed())[1]),
+        (
+            lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3]),
+            lambda model: model(torch.ones(4, 8), torch.tensor([0, 9, 2, 5])).loss,
+        ),
+    ],
+)
+def test_modules_of_torch_read_values_where_no_code_of_the_users_runs(make: Any, call: Any) -> None:
+    assert_alike(lambda model: (call(model).square().sum().backward(), ())[1], make)
+
+
+def test_the_files_that_call_a_module_are_where_a_line_is_looked_for() -> None:
+    assert all(Path(memgraph.__file__).parent.joinpath(file).exists() for file in CALLERS)
