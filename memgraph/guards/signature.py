@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
 from .attribute_guard import AttributeGuard
 
@@ -53,7 +54,7 @@ def with_attributes(key: Any, attributes: AttributeGuard) -> Hashable:
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Return True if a parameter has a gradient, to which backward will add."""
-    return any(parameter.grad is not None for parameter in parameters)
+    return next(existing_gradients(parameters), None) is not None
 
 
 def parameters_with_grad_hooks(module: nn.Module) -> set[str]:

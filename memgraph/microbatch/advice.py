@@ -23,6 +23,7 @@ from ..guards.module_proxy import WithLoss
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, resident_bytes
 from ..profile.real_strides import ops_within
+from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.pytree import flatten
 from .check_independence import require_row_independence
@@ -53,7 +54,7 @@ def _would_help(
     split = _split(module)
     if split is None:
         return False
-    held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    held = [*module.parameters(), *module.buffers(), *existing_gradients(module.parameters())]
     device = torch.device(machine.device)
     room = room_nbytes(machine.budget, device, resident_bytes(held), argument_nbytes(args, kwargs))
     without_values = any(isinstance(leaf, FakeTensor) for leaf in flatten((args, kwargs))[0])

@@ -24,6 +24,7 @@ from passes.simulate.plan_result import try_plan
 from ..profile.memory_meter import resident_bytes
 from ..runtime.released_outputs import most_released
 from ..system.user_warning import warn_user
+from ..tensors.gradients import existing_gradients
 from .search import search_with_released
 
 LEFT = "left_gradients"
@@ -72,9 +73,7 @@ def plan_accumulated(
 def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
     """Return the trace with existing gradients of other steps, as when a model is evaluated between steps."""
     own = set(map(id, trained))
-    left = [
-        parameter.grad for parameter in module.parameters() if parameter.grad is not None and id(parameter) not in own
-    ]
+    left = existing_gradients(parameter for parameter in module.parameters() if id(parameter) not in own)
     if not (nbytes := resident_bytes(left)):
         return trace
     op = Op(LEFT, "buffer", makes=(Storage(LEFT, nbytes),), holds=(LEFT,), where="gradients of other steps")

@@ -28,6 +28,7 @@ from ..profile.memory_meter import resident_bytes
 from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
 from ..tensors.aliasing import describe_shared_memory
+from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.parameter_groups import parameter_groups
 from .accumulated_step import with_remaining_grads
@@ -89,9 +90,8 @@ class OptimizerState:
     def resident_nbytes(self) -> int:
         """Return the bytes of parameters, buffers, gradients and optimizer states that are on the device now."""
         parameters = list(self.module.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = state_tensors(self.optimizer) if self.optimizer is not None else ()
-        return resident_bytes([*parameters, *self.module.buffers(), *gradients, *states])
+        return resident_bytes([*parameters, *self.module.buffers(), *existing_gradients(parameters), *states])
 
     def key(self) -> tuple[Hashable, ...]:
         """Return what a step depends on: another key needs another plan."""

@@ -16,6 +16,8 @@ import re
 from collections import Counter
 from functools import partial
 
+import torch
+
 from passes import Offload, Op, Stream, Trace
 from passes.ir.decisions import HOST
 from passes.ir.ops import SEGMENT
@@ -175,6 +177,10 @@ def _not_looked_at(report: ReportData) -> str:
     """Name the submodules whose ops a trace does not have, and the ops of other libraries than torch."""
     ops = [op for op in report.choice.captured.trace.ops if not op.is_input]
     opaque = [row.path for row in report.opaque] or ["submodules"] * any(op.fn.startswith(OPAQUE) for op in ops)
-    others = dict.fromkeys(op.fn for op in ops if not op.fn.startswith(LOOKED_AT))
+    others = dict.fromkeys(op.fn for op in ops if not op.fn.startswith(LOOKED_AT) and not _is_update_of_torch(op))
     named = [(dict.fromkeys(opaque), "that run as they are"), (others, "of other libraries")]
     return "; ".join(f"{', '.join(names)}, {which}" for names, which in named if names)
+
+
+def _is_update_of_torch(op: Op) -> bool:
+    return op.phase == "update" and hasattr(torch.optim, op.fn.removesuffix(".step"))

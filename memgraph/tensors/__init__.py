@@ -9,6 +9,7 @@ pytree            nested containers of tensors
 traced_number     stand-ins for Python numbers while a call is traced
 traced_size       symbols for sizes while a call is traced
 expressions       arithmetic on numbers that are known later
+gradients         the gradients that parameters have
 differentiable    tensors through which autograd passes a gradient
 versions          in-place changes since a version was read
 """

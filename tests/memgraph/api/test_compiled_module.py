@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -103,6 +104,7 @@ def test_a_parameter_that_is_replaced_is_read_and_trained() -> None:
 
 
 @tight
+@pytest.mark.filterwarnings("error:The .grad attribute of a Tensor that is not a leaf")
 def test_functional_call_puts_other_tensors_in_the_place_of_parameters() -> None:
     def loop(model: Any) -> list[Fact]:
         seeds = {name: torch.full_like(p, 0.1, requires_grad=True) for name, p in model.named_parameters()}

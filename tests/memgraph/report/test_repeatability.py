@@ -295,6 +295,12 @@ def test_ops_of_other_libraries_are_said_not_to_be_looked_at() -> None:
     assert repeatability(made(step)) == [said]
 
 
+def test_an_update_by_torchs_own_optimizer_gives_the_same_twice() -> None:
+    lines = "forward:\nx = input()  # f32[8] | makes x:32\nupdate:\noptimizer_step = {}(x)\nreturn output x"
+    assert repeatability(made(parse(lines.format("AdamW.step")))) == []
+    assert "Lion.step, of other libraries" in repeatability(made(parse(lines.format("Lion.step"))))[0]
+
+
 # --- what else a GPU's report says
 
 
