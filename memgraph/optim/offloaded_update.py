@@ -110,8 +110,8 @@ class OffloadedUpdate:
         needed = module_nbytes + states_nbytes(self.optimizer)
         if needed > budget:
             raise UpdateError(
-                f"{reason}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}; where they "
-                "fit, the first call names a budget that works"
+                f"{reason}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}; "
+                "where they fit, the first call names a budget that works"
             )
 
     def host_rate(self, parts: Sequence[StatePart]) -> float:
