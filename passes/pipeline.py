@@ -65,8 +65,9 @@ def _recomputes_often_or_offloads(best: PlanResult) -> bool:
     return not best.is_single or best.offloads
 
 
-def _recomputes_often(best: PlanResult) -> bool:
-    return not best.is_single and not best.offloads
+def _recomputes_often_or_waits(best: PlanResult) -> bool:
+    """Return True too if copies take longer than the step: to recompute more often may spare them."""
+    return best.forecast.us > 2 * best.captured.us if best.offloads else not best.is_single
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_no_offload, worth_it=_gap_is_large),
     Pass(cut_backward, worth_it=_recomputes_often_or_offloads, share=0.5),
-    Pass(anneal, worth_it=_recomputes_often),
+    Pass(anneal, worth_it=_recomputes_often_or_waits),
     Pass(greedy_plan, offloads=True, quick=True),
     Pass(greedy_plan_no_offload, quick=True),
     Pass(rerun_chain, quick=True),

@@ -253,6 +253,38 @@ def test_a_tier_makes_no_plan_worse(trace: Trace, machine: Machine) -> None:
     assert choice.forecast.us <= home.forecast.us or choice.gap <= 0.02
 
 
+def test_a_slow_tier_makes_no_plan_worse_than_one_that_recomputes_more_often() -> None:
+    trace = parse("""
+        forward:
+        a = aten.plain.default()  # u8[8911] | makes a:8911 | 57.5 us
+        b = aten.several.default()  # u8[9910], u8[4955] | makes b.0:9910, b.1:4955 | 26.0 us | workspace 420
+        b_0 = getitem(b)  # u8[9910] | holds b.0
+        c = aten.dropout.default(a)  # u8[9437], u8[4718], u8[3145] | makes c.0:9437, c.1:4718, c.2:3145 | 45.5 us | draws 16
+        c_0 = getitem(c)  # u8[9437] | holds c.0
+        c_2 = getitem(c)  # u8[3145] | holds c.2
+        d = aten.plain.default()  # u8[7533] | makes d:7533 | 28.0 us | workspace 750
+        e = aten.once.default()  # u8[9619] | makes e:9619 | 13.0 us | once
+        f = aten.dropout.default()  # u8[5850], u8[2925], u8[1950] | makes f.0:5850, f.1:2925, f.2:1950 | 7.25 us | draws 16
+        f_0 = getitem(f)  # u8[5850] | holds f.0
+        f_2 = getitem(f)  # u8[1950] | holds f.2
+        g = aten.once.default()  # u8[2549] | makes g:2549 | 0.5 us | workspace 3510 | once
+        h = aten.once.default()  # f32[2118] | makes h:8472 | 49.5 us | once
+        backward:
+        i = aten.view.default(g)  # u8[7] | holds g
+        j = aten.plain.default()  # u8[1686] | makes j:1686 | 5.5 us | workspace 3030
+        k = aten.plain.default(f_2)  # f32[0] | makes k:0
+        l = aten.plain.default(f_0, c_0)  # u8[543] | makes l:543 | 62.25 us | workspace 4590
+        m = aten.view.default(e)  # u8[7] | holds e
+        n = aten.several.default(c_2)  # f32[1592], f32[796], u8[2122] | makes n.0:6368, n.1:3184, n.2:2122 | 22.5 us
+        o = aten.random.default(c_0)  # u8[7378] | makes o:7378 | 4.75 us | workspace 3300 | draws 16
+        p = aten.plain.default(d)  # f32[0] | makes p:0
+        return output b_0, gradient j, gradient l, gradient o
+    """)  # fmt: skip
+    budget = predict(trace, Machine(0)).peak * 3 // 4
+    home, choice = (make_plan(trace, Machine(budget, link=link)) for link in (Link(), Link(out=0.5, back=0.5)))
+    assert choice.forecast.us <= home.forecast.us
+
+
 def test_a_quick_pass_that_needs_the_tier_to_fit_runs_only_if_nothing_else_does() -> None:
     order: list[str] = []
 
