@@ -32,6 +32,7 @@ from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storage
 from ..graph.op_descriptions import describe
 from ..guards.refused_collectives import refuse_collective
 from ..profile.real_strides import with_real_strides
+from ..system.frames import is_running
 from ..tensors.traced_number import ValueNeededError
 from ..tensors.traced_size import Number, SizeArgument
 from .floats.float_inputs import with_values
@@ -40,6 +41,7 @@ from .values.questions import Answer, ValuesNeeded
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
+EAGER_MASK = "eager_mask"  # its function that makes the mask of "eager" attention
 TRANSFORMERS_ATTENTION = "transformers.integrations.sdpa_attention"
 # Functions of it whose results have other bits without a mask, with the position of the mask: keys that several heads
 # share are repeated for a mask, and a bias of positions is combined with it.
@@ -188,7 +190,8 @@ def constant_transformers_checks(mode: ConstantFakeMode, tensors: Sequence[Tenso
     """Let transformers treat tensors with a constant value as real ones. `tensors` are those of the call.
 
     For a fake tensor it builds a mask, also where eager drops one that is all true. Most kernels give the same bits
-    with such a mask; where another way is taken without one, the values of the call are needed.
+    with such a mask; where another way is taken without one, the values of the call are needed. So they are for the
+    mask of "eager" attention under autocast, whose float32 makes float32 of the scores.
     """
     checks, attention = sys.modules.get(TRANSFORMERS_CHECKS), sys.modules.get(TRANSFORMERS_ATTENTION)
     has_values = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -198,6 +201,8 @@ def constant_transformers_checks(mode: ConstantFakeMode, tensors: Sequence[Tenso
         nonlocal is_unknown
         if not isinstance(thing, FakeTensor) or mode.answers is not None or mode.has_value(thing):
             return False
+        if has_values and _is_autocast_enabled() and is_running(EAGER_MASK):
+            raise ValuesNeeded("scores are of another type without a mask that is all true")
         is_unknown = True
         return True
 
@@ -218,6 +223,10 @@ def constant_transformers_checks(mode: ConstantFakeMode, tensors: Sequence[Tenso
             if hasattr(attention, name):
                 stack.enter_context(mock.patch.object(attention, name, asking(getattr(attention, name), place)))
         yield
+
+
+def _is_autocast_enabled() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 def _dependencies(node: fx.Node) -> list[fx.Node]:

@@ -42,6 +42,11 @@ def module_running(traceback: TracebackType | None, whole: nn.Module) -> tuple[s
     return None
 
 
+def is_running(function: str) -> bool:
+    """Return True if a function of this name is running in this thread."""
+    return any(frame.f_code.co_name == function for frame, _ in walk_stack(sys._getframe()))
+
+
 def is_inside(method: str, module: nn.Module) -> bool:
     """Return True if a method of this name is running, of `module` or of a module around it."""
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
