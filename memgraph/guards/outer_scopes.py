@@ -11,22 +11,32 @@ It does not enter torch, Python's library, nor installed packages that no submod
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
+import os
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+import passes
+
+from ..system.frames import MEMGRAPH, TORCH
 from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 
 MANY = 5_000  # functions, classes and objects that are entered
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 KNOWN = frozenset({*sys.stdlib_module_names, "torch", "memgraph", "passes"})
+STANDARD = str(Path(dis.__file__).parent) + os.sep
+PASSES = str(Path(passes.__file__).parent) + os.sep
+NAMESPACES = (SimpleNamespace, Namespace)
 STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
@@ -105,10 +115,15 @@ class _Search:
         elif self._is_open(type(thing)) and isinstance(getattr(thing, "__dict__", None), dict):
             self._add(type(thing), f"{title}.{{}}", vars(thing))
             self._waiting.append(("", type(thing)))
+            if type(thing) in NAMESPACES or not _is_installed(_package(type(thing))):
+                inner = (
+                    (name, value) for name, value in vars(thing).items() if not isinstance(value, Tensor | nn.Module)
+                )
+                self._waiting.extend((f"{title}.{name}", value) for name, value in inner if hasattr(value, "__dict__"))
 
     def _is_open(self, thing: Any) -> bool:
         package = _package(thing)
-        return package in self._packages or thing is SimpleNamespace or not _is_installed(package)
+        return package in self._packages or thing in NAMESPACES or not _is_installed(package)
 
     def _enter_class(self, kind: type) -> None:
         """Add its attributes, and those of its methods that some code mentions."""
@@ -133,7 +148,7 @@ class _Search:
             self._add(function, label, cell, {name})
             self._waiting.extend((label, value) for value in cell_contents(cell))
         if defaults := _defaults(function):
-            self.scopes[id(function.__code__)] = Scope(f"the default of {{}} in {title}", defaults)
+            self.scopes[id(function.__code__)] = Scope(f"the default of {{}} in {title}", defaults, set(defaults))
         self._add(function, f"{title}.{{}}", vars(function))
         self._waiting.extend(("", value) for value in vars(function).values() if _is_code(value))
 
@@ -157,16 +172,19 @@ class _Search:
 
 
 def _package(thing: Any) -> str:
-    """Return the top-level package of a class, a function or a module."""
+    """Return the top-level package of a class, a function or a module; empty in a namespace without a name."""
     name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
-    return str(name or "builtins").partition(".")[0]
+    is_made = isinstance(thing, FunctionType) or (isinstance(thing, type) and not hasattr(builtins, thing.__name__))
+    return "" if is_made and name in (None, "builtins") else str(name or "builtins").partition(".")[0]
 
 
 @functools.cache
 def _is_installed(package: str) -> bool:
     """Return True for torch, Python's library, this package, and what a package manager has installed."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return package in KNOWN or "site-packages" in file or "dist-packages" in file
+    if package in KNOWN and (not file or file.startswith((STANDARD, TORCH, MEMGRAPH, PASSES))):
+        return True  # a file of the user's may have the same name
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _is_code(value: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .module_attributes import CONSTANTS
+from .module_attributes import CONSTANTS, AttributeWalk
 from .outer_scopes import OuterScopes
-from .outer_snapshot import DEPTH, PlainWalk
+from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .variable_scope import OuterVariable, Scope
 from .variables_read import variables_read
 
@@ -54,7 +54,9 @@ class VariableGuard:
     def walk(self) -> VariableWalk:
         """The walk over what the variables are now."""
         if self._walk.is_stale():
-            before, self._walk = self._walk, VariableWalk(self._scopes, self._ignored)
+            before = self._walk
+            self._scopes = variables_read(OuterScopes.of(self.module.modules()))  # what is there may read others
+            self._walk = VariableWalk(self._scopes, self._ignored)
             self.changed = tuple(one.title for one in self._walk.differing(before))
         return self._walk
 
@@ -81,6 +83,12 @@ class VariableWalk(PlainWalk):
             if names := [name for name in names if (id(scope.owner), name) not in ignored]:
                 self._describe_scope(scope, names, content)
         self._check(self._identities)
+
+    def _describe_new(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, dict) and len(thing) <= LARGE:  # of a class of its own, too
+            AttributeWalk._describe_new(self, thing, depth)
+        else:
+            super()._describe_new(thing, depth)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
         """Return the variables that have other values than in an earlier walk."""
@@ -115,12 +123,7 @@ class VariableWalk(PlainWalk):
 
 
 def _counts(name: str, value: Any, scope: Scope) -> bool:
-    """Return True for what may change: in installed packages plain values alone, in classes no functions.
-
-    Modules are described elsewhere.
-    """
+    """Return True for what may change: in installed packages plain values alone."""
     if scope.is_installed:
         return type(value) in CONSTANTS or isinstance(value, Tensor)
-    if (name.startswith("__") and name.endswith("__")) or isinstance(value, ModuleType | nn.Module):
-        return False
-    return not isinstance(scope.owner, type) or not hasattr(type(value), "__get__")
+    return not (name.startswith("__") and name.endswith("__")) and not isinstance(value, ModuleType)

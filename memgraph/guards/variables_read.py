@@ -3,21 +3,23 @@
     SCALE = 2.0
     def forward(self, x): return x * SCALE + args.bias   ->   model.SCALE, model.args.bias
 
-A global is read by code that loads it, in its own file or from one that it has imported. Other variables are taken to
-be read where some code mentions their name. That is too much for globals: a training loop in the same file may have
-one for each batch, such as `loss`, while forward has attributes of that name.
+A global is read by code that loads it, in its own file or from one that it has imported, and so are attributes of
+objects there. Other variables are taken to be read where some code mentions their name. That is too much for globals: a
+training loop in the same file may have one for each batch, such as `loss`, while forward has attributes of that name.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import CellType, CodeType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
-from .outer_scopes import OuterScopes, names_in
+from torch import nn
+
+from .outer_scopes import ENTRIES, OuterScopes, names_in
 from .variable_scope import Scope
 
 ATTRIBUTE_OPS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -25,25 +27,47 @@ ATTRIBUTE_OPS = ("LOAD_ATTR", "LOAD_METHOD")
 
 def variables_read(scopes: OuterScopes) -> tuple[Scope, ...]:
     """Return the scopes of what code refers to with the names that it reads."""
-    mentioned = set[str]().union(*(names_in(function.__code__)[0] for function in scopes.functions))
+    functions = _functions_that_may_run(scopes.functions)
+    mentioned = set(ENTRIES).union(*(names_in(function.__code__)[0] for function in functions))
     loaded: dict[int, set[str]] = {id(function.__globals__): set() for function in scopes.functions}
-    for function in scopes.functions:
-        for owner, name in _loads(function.__code__, function.__globals__):
-            loaded.get(id(owner), set()).add(name)
-    found = [(scope, loaded.get(id(scope.owner), mentioned)) for scope in scopes.scopes]
-    return tuple(scope if isinstance(scope.owner, CellType) else replace(scope, names=names) for scope, names in found)
+    whole = set[int]()  # of files and objects whose attributes are read otherwise than by the path of a global
+    for function in functions:
+        for path in _paths(function.__code__):
+            for owner, name, value in _loads(path, function.__globals__):
+                loaded.setdefault(id(owner), set()).add(name)
+                if name not in owner:  # a method or a property reads others
+                    whole.add(id(owner))
+                if name == path[-1] and hasattr(value, "__dict__"):
+                    whole.add(id(vars(value)))
+    found = list[Scope]()
+    for scope in scopes.scopes:
+        names = loaded.get(id(scope.owner), scope.names or mentioned)
+        found.append(replace(scope, names=mentioned if id(scope.owner) in whole else names))
+    return tuple(found)
 
 
-def _loads(code: CodeType, content: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the globals that code loads, and those of imported files, each with the dict that has it."""
-    for first, *rest in _paths(code):
-        owner, name = content, first
-        yield owner, name
-        for following in rest:
-            if not isinstance(value := owner.get(name), ModuleType):
-                break
-            owner, name = vars(value), following
-            yield owner, name
+def _functions_that_may_run(functions: Sequence[FunctionType]) -> list[FunctionType]:
+    """Return functions without the globals that no code loads: an attribute of that name is mentioned somewhere."""
+    unsure = {id(function) for function in functions if function.__globals__.get(function.__name__) is function}
+    found = [function for function in functions if id(function) not in unsure]
+    for function in found:
+        for path in _paths(function.__code__):
+            for _, _, value in _loads(path, function.__globals__):
+                if id(value) in unsure:
+                    unsure.remove(id(value))
+                    found.append(value)
+    return found
+
+
+def _loads(path: Sequence[str], content: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield what code takes of the globals, of files and of objects there: the dict that has it, its name, and it."""
+    owner: Any = content
+    for name in path:
+        if not isinstance(owner, dict):
+            return
+        value = owner.get(name)
+        yield owner, name, value
+        owner = None if isinstance(value, type | FunctionType | nn.Module) else getattr(value, "__dict__", None)
 
 
 @functools.lru_cache(20_000)

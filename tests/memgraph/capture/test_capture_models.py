@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,6 +44,14 @@ def test_a_padding_mask_without_padding_takes_the_way_that_eager_takes() -> None
     captured = agrees(model, input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, wanted=select_losses)
     assert captured.guards
     agrees(MODELS["t5"](), input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, context=bfloat16)
+
+
+@pytest.mark.parametrize("context, asks", [(nullcontext, False), (lambda: bfloat16(), True)])
+def test_eager_attention_drops_a_mask_without_padding(context: Any, asks: bool) -> None:
+    model = MODELS["bert"]()
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    captured = agrees(model, input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, context=context)
+    assert bool(captured.guards) == asks  # adding zeros changes no bits where scores are float32
 
 
 def bfloat16() -> torch.autocast:

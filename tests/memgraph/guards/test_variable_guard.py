@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import sys
@@ -26,7 +27,30 @@ BETA = 0.5
 TABLE, NUMBERS = {"scale": 1}, [1, 2]
 OPTIONS = types.SimpleNamespace(alpha=1.0)
 step, loss = 0, torch.ones(1)
+ARGS = argparse.Namespace(scale=1)
+CONFIG = types.SimpleNamespace(model=types.SimpleNamespace(scale=1))
 CACHE: dict[str, float] = {}
+COUNTED = 0
+
+
+class Settings:
+    def __init__(self, scale: int) -> None:
+        self.scale, self.seen = scale, 0
+
+    def doubled(self) -> int:
+        return 2 * self.scale
+
+
+class OwnDict(dict[str, int]):
+    pass
+
+
+SETTINGS, OWN = Settings(1), OwnDict(scale=1)
+DOUBLED = (Settings.doubled, lambda settings: 3)
+
+
+def penalty() -> None:
+    globals()["COUNTED"] = COUNTED + 1
 
 
 class Reading(nn.Module):
@@ -78,6 +102,23 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Any]]] = {
     "a float whose type is asked": (
         lambda part, x: part.linear(x) * (BETA if type(BETA) is float else 9.0), set_global("BETA", 0.5, 0.7, 0.9)
     ),
+    "an argument of the command line": (
+        lambda part, x: part.linear(x) * ARGS.scale, lambda i: setattr(ARGS, "scale", i)
+    ),
+    "a nested configuration": (
+        lambda part, x: part.linear(x) * CONFIG.model.scale, lambda i: setattr(CONFIG.model, "scale", i)
+    ),
+    "an object that is replaced, and then changes": (
+        lambda part, x: part.linear(x) * SETTINGS.scale,
+        lambda i: setattr(SETTINGS, "scale", i) if i % 2 else globals().update(SETTINGS=Settings(i)),
+    ),
+    "what a method of an object reads": (
+        lambda part, x: part.linear(x) * SETTINGS.doubled(), lambda i: setattr(SETTINGS, "scale", i)
+    ),
+    "a dict of a class of its own": (lambda part, x: part.linear(x) * OWN["scale"], lambda i: OWN.update(scale=i)),
+    "a method that is replaced": (
+        lambda part, x: part.linear(x) * SETTINGS.doubled(), lambda i: setattr(Settings, "doubled", DOUBLED[i % 2])
+    ),
     "an attribute of an object": (
         lambda part, x: part.linear(x) * OPTIONS.alpha, lambda i: setattr(OPTIONS, "alpha", 1.0 + i)
     ),
@@ -86,11 +127,14 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Any]]] = {
 
 @pytest.fixture(autouse=True)
 def same_globals() -> Iterator[None]:
-    names = ("NUMBER", "NAME", "ACTIVATION", "MASK", "BETA", "TABLE", "NUMBERS", "OPTIONS", "step", "loss", "CACHE")
-    before = {name: copy.copy(globals()[name]) for name in names}
+    names = (
+        "NUMBER", "NAME", "ACTIVATION", "MASK", "BETA", "TABLE", "NUMBERS", "OPTIONS", "step", "loss", "CACHE", "ARGS",
+        "CONFIG", "SETTINGS", "OWN", "COUNTED",
+    )  # fmt: skip
+    before = {name: copy.deepcopy(globals()[name]) for name in names}
     yield
     globals().update(before)
-    Reading.scale = 1
+    Reading.scale, Settings.doubled = 1, DOUBLED[0]  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -144,6 +188,19 @@ def test_globals_with_the_names_of_attributes_cost_no_capture(planned: list[str]
 
     module = Reading(lambda part, x: part.linear(x) * part.step * part.loss)
     assert wrong_steps(module, memgraph.compile(module, "1GB"), change) == []
+    assert len(planned) == 1
+
+
+def test_what_code_does_not_read_of_an_object_costs_no_capture(planned: list[str]) -> None:
+    module = Reading(lambda part, x: part.linear(x) * SETTINGS.scale * getattr(part, "seen", 1))
+    assert wrong_steps(module, memgraph.compile(module, "1GB"), lambda i: setattr(SETTINGS, "seen", i)) == []
+    assert len(planned) == 1
+
+
+def test_a_function_with_the_name_of_an_attribute_costs_no_capture(planned: list[str]) -> None:
+    module = Reading(lambda part, x: part.linear(x) * part.penalty)
+    module.penalty = 2.0  # type: ignore[assignment]
+    assert wrong_steps(module, memgraph.compile(module, "1GB"), lambda i: penalty()) == []
     assert len(planned) == 1
 
 
