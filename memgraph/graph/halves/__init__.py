@@ -2,5 +2,6 @@
 
 partition       joint graph -> forward and backward GraphModule
 buffer_reuse    ops that write into the memory of dead values
+term_layouts    strides of what a sum is left with
 direct_calls    their code calls ops by what runs them
 """

@@ -9,10 +9,11 @@ of the others are dropped from backward:
 
     d = mm(tangent_0, w)                         d = mm(tangent_0, w)
     e = mul(tangent_1, inf)                      e = mul(tangent_1, inf)      # of zeros, and never read
-    g = add(d, e)                       ->       g = laid(d, g's strides)
+    g = add(d, e)                       ->       g = copy(d)
     h = cat([d, e])                              h = cat([d, zeros like e])
 
-Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf is NaN. No op takes more memory.
+Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf is NaN. No op takes more memory. The copy
+has the strides of `d`, as in autograd, or those of `g` where an op behind it could not take them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..ops import accumulate
 from ..summarize import PURE_WHEN_RERUN
 from .buffer_reuse import reuse_buffers, undo_reuse
 from .direct_calls import DirectCode
+from .term_layouts import term_strides
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 NOTHING: Mapping[str, str] = {}
@@ -146,9 +148,13 @@ def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collectio
     undo_reuse(graph)  # what an op writes into may be dropped
     expand_segments(graph)  # some of a segment's ops may be dropped
     dropped = _unused_nodes(graph, tangents, {tangents[i] for i in unused})
-    for node in graph.nodes:
-        if node.op == "call_function" and node not in dropped and not dropped.isdisjoint(node.all_input_nodes):
-            _replace_reads(node, dropped)
+    reading = [node for node in graph.nodes if node.op == "call_function" and node not in dropped]
+    reading = [node for node in reading if not dropped.isdisjoint(node.all_input_nodes)]
+    for node in reading:
+        _replace_reads(node, dropped)
+    terms = [node for node in reading if node.target is COPY_WITH_STRIDES]
+    for node, strides in term_strides(graph, terms, (_keep_gradient, _copy_gradient, accumulate)).items():
+        node.args = node.args[0], strides
     _release_unread(graph)
     graph.lint()
     return fx.GraphModule(half, graph)

@@ -196,3 +196,50 @@ def test_an_input_that_is_read_no_more_goes_before_the_first_op() -> None:
     code = half.code
     assert code.index("second = ") < code.index(".laid")
     assert torch.equal(half(torch.ones(3), torch.ones(3))[0], -torch.ones(3))
+
+
+class Tokens(nn.Module):
+    """Returns tokens of an image, which are not contiguous, and what it computes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 32, 1), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.conv(x).flatten(2).transpose(1, 2)
+        return tokens, self.norm(tokens + self.linear(tokens))
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_is_left_of_a_sum_has_the_strides_that_autograd_gives_it() -> None:
+    assert_alike(lambda model: (model(image())[1].square().mean().backward(), ())[1], Tokens)
+
+
+def sum_and(*ops: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> torch.fx.GraphModule:
+    """Return ops behind the sum of a tangent that is not contiguous and one that is."""
+    graph = torch.fx.Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    first.meta["val"], second.meta["val"] = torch.ones(4, 3).t(), torch.ones(3, 4)
+    node = graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+    node.meta["val"] = torch.ones(4, 3).t()
+    for op in ops:
+        node = op(graph, node)
+    graph.output((node,))
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+def test_a_view_that_the_strides_of_a_term_do_not_allow_keeps_those_of_the_sum() -> None:
+    def flat(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+        turned = graph.call_function(torch.ops.aten.t.default, (node,))
+        turned.meta["val"] = node.meta["val"].t()
+        view = graph.call_function(torch.ops.aten.view.default, (turned, [12]))
+        view.meta["val"] = torch.ones(12)
+        return view
+
+    assert drop_unused(sum_and(), ["first", "second"], [0])(torch.ones(3, 4), torch.ones(3, 4))[0].is_contiguous()
+    second = torch.arange(12.0).view(3, 4)
+    found = drop_unused(sum_and(flat), ["first", "second"], [0])(torch.ones(3, 4), second)[0]
+    assert torch.equal(found, second.t().reshape(12))
