@@ -56,14 +56,15 @@ class AttributeGuard:
 
     @property
     def key(self) -> Hashable:
-        if is_new := self._walk is None or self._walk.is_stale():
-            self._walk = AttributeWalk(ignored=self._ignored)
-            self._walk.describe(self.module, 0)
+        before, walk = self._walk, self._walk
+        if walk is None or walk.is_stale():
+            self._walk = walk = AttributeWalk(ignored=self._ignored)
+            walk.describe(self.module, 0)
             self._variables.search()
         variables = self._variables.walk
-        if is_new or variables is not self._of_key:
+        if walk is not before or variables is not self._of_key:
             self._of_key = variables
-            self._key = HashedTuple((*self._walk.tokens, *variables.tokens))
+            self._key = HashedTuple((*walk.tokens, *variables.tokens))
         return self._key
 
     @property
