@@ -54,10 +54,12 @@ class VariableGuard:
     def walk(self) -> VariableWalk:
         """The walk over what the variables are now."""
         if self._walk.is_stale():
-            before = self._walk
-            self._scopes = variables_read(OuterScopes.of(self.module.modules()))  # what is there may read others
-            self._walk = VariableWalk(self._scopes, self._ignored)
-            self.changed = tuple(one.title for one in self._walk.differing(before))
+            before, self._walk = self._walk, VariableWalk(self._scopes, self._ignored)
+            changed = self._walk.differing(before)
+            self.changed = tuple(one.title for one in changed)
+            if not all(map(_is_plain, changed)):  # what is there now may read other variables
+                self._scopes = variables_read(OuterScopes.of(self.module.modules()))
+                self._walk = VariableWalk(self._scopes, self._ignored)
         return self._walk
 
     def ignore_changes(self, before: VariableWalk) -> bool:
@@ -120,6 +122,10 @@ class VariableWalk(PlainWalk):
         """Return the identities of all variables, in one function, since every call of the module comes by."""
         cells = [id(cell.cell_contents) for cell in self._cells]
         return cells, [tuple(map(id, get(mapping))) for get, mapping in self._mappings]
+
+
+def _is_plain(variable: OuterVariable) -> bool:
+    return isinstance(variable.scope.content().get(variable.name), (*CONSTANTS, Tensor))
 
 
 def _counts(name: str, value: Any, scope: Scope) -> bool:
