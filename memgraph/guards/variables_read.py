@@ -35,7 +35,7 @@ def variables_read(scopes: OuterScopes) -> tuple[Scope, ...]:
         for path in _paths(function.__code__):
             for owner, name, value in _loads(path, function.__globals__):
                 loaded.setdefault(id(owner), set()).add(name)
-                if name not in owner:  # a method or a property reads others
+                if name not in owner and owner is not function.__globals__:  # a method or a property reads others
                     whole.add(id(owner))
                 if name == path[-1] and hasattr(value, "__dict__"):
                     whole.add(id(vars(value)))

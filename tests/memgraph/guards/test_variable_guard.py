@@ -186,7 +186,7 @@ def test_globals_with_the_names_of_attributes_cost_no_capture(planned: list[str]
     def change(i: int) -> None:
         globals().update(step=i, loss=torch.ones(1) * i)
 
-    module = Reading(lambda part, x: part.linear(x) * part.step * part.loss)
+    module = Reading(lambda part, x: part.linear(x) * part.step * part.loss * len(x))
     assert wrong_steps(module, memgraph.compile(module, "1GB"), change) == []
     assert len(planned) == 1
 
