@@ -21,7 +21,7 @@ from .variable_scope import OuterVariable, Scope
 from .variables_read import variables_read
 
 FUNCTIONS = (FunctionType, MethodType)
-Place = tuple[int, str]  # the id of what has a variable, and its name
+Place = tuple[int, str]  # that of an `OuterVariable`
 
 
 class VariableGuard:
@@ -65,7 +65,7 @@ class VariableGuard:
     def ignore_changes(self, before: VariableWalk) -> bool:
         """Leave out from now on what has changed since an earlier walk; return True if anything has."""
         changed = self.walk.differing(before)
-        self._ignored |= {(id(one.scope.owner), one.name): one.scope for one in changed}
+        self._ignored |= {one.place: one.scope for one in changed}
         if changed:
             self._walk = VariableWalk(self._scopes, self._ignored)
         return bool(changed)
@@ -82,7 +82,7 @@ class VariableWalk(PlainWalk):
         for scope in scopes:
             content = scope.content()
             names = [name for name in sorted(content) if _counts(name, content[name], scope)]
-            if names := [name for name in names if (id(scope.owner), name) not in ignored]:
+            if names := [name for name in names if OuterVariable(scope, name).place not in ignored]:
                 self._describe_scope(scope, names, content)
         self._check(self._identities)
 
@@ -94,11 +94,8 @@ class VariableWalk(PlainWalk):
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
         """Return the variables that have other values than in an earlier walk."""
-        earlier = {(id(one.scope.owner), one.name): tokens for one, tokens in before.described.items()}
-        return tuple(
-            one for one, tokens in self.described.items()
-            if earlier.get((id(one.scope.owner), one.name), tokens) != tokens
-        )  # fmt: skip
+        earlier = {one.place: tokens for one, tokens in before.described.items()}
+        return tuple(one for one, tokens in self.described.items() if earlier.get(one.place, tokens) != tokens)
 
     def _describe_scope(self, scope: Scope, names: list[str], content: dict[str, Any]) -> None:
         owner = scope.owner

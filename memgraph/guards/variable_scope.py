@@ -76,6 +76,11 @@ class OuterVariable(NamedTuple):
     def title(self) -> str:
         return self.scope.title.format(self.name)
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """The id of the owner, and the name: the same in scopes that were found at other times."""
+        return id(self.scope.owner), self.name
+
 
 class Mention(NamedTuple):
     """A place in code that names a variable: whether it assigns to it, minus the line, and `path:line in function`."""
