@@ -73,7 +73,7 @@ def test_every_error_has_a_row_and_every_row_an_error() -> None:
 def test_every_public_name_and_every_argument_is_documented() -> None:
     own = {name: getattr(memgraph, name) for name in memgraph.__all__}
     assert [name for name, value in own.items() if not (value.__doc__ or "").strip()] == []
-    documented = set(re.findall(r"^ {8}(\w+): ", memgraph.compile.__doc__ or "", re.MULTILINE))
+    documented = set(re.findall(r"^ {4}(\w+): ", inspect.getdoc(memgraph.compile) or "", re.MULTILINE))
     assert documented >= {"model", *defaults("compile")}
 
 

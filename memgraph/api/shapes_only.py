@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from ..capture.constant_fake_mode import ConstantFakeMode
 
 
 def on_device(
@@ -38,7 +39,7 @@ def fake_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with each tensor of device "meta" as a fake one on `device`."""
-    mode, known = FakeTensorMode(), dict[int, Tensor]()
+    mode, known = ConstantFakeMode(), dict[int, Tensor]()
 
     def fake(leaf: Any) -> Any:
         if not _is_meta(leaf):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -77,6 +77,20 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
+@cache
+def _start_autograd() -> None:
+    """Have autograd start threads for the devices that this machine has, before a fake mode makes torch believe in more.
+
+    In the first fake mode a CUDA build of torch without a GPU gets a device that does nothing. Autograd asks for devices
+    once, and after it has started a thread for one, no child of `fork` can call backward.
+    """
+    with (
+        _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
+        suppress(RuntimeError),  # in such a child: a backward of its own will say so
+    ):  # fmt: skip
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+
+
 _measured: set[Any] = set()  # ops that ran uncached at least once in this process
 _large: set[Any] = set(COPY_STORAGES)  # ops whose results have storages larger than they cover
 
@@ -95,6 +109,7 @@ class ConstantFakeMode(FakeTensorMode):
 
         Stand-ins may be arguments of ops: with `has_floats` for floats, with `has_numbers` for numbers of tensors.
         """
+        _start_autograd()
         super().__init__(allow_non_fake_inputs=True, shape_env=sizes.trace.env if sizes is not None else None)
         self.has_floats, self.answers, self.has_numbers, self.sizes = has_floats, answers, has_numbers, sizes
 

@@ -73,7 +73,7 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
         raise ValueError(f"{spec.leaves} leaves belong to this tree, {len(leaves)} were given")
     rest = iter(leaves)
     tops = [
-        next(rest) if shell is None else _close(shell, [next(rest) for _ in range(shell.leaves)])
+        next(rest) if shell is None else _Unpickler(shell, [next(rest) for _ in range(shell.leaves)]).load()
         for shell in spec.shells
     ]
     return pytree.tree_unflatten(tops, spec.tree)
@@ -97,13 +97,6 @@ def _open(top: Any) -> tuple[Shell | None, list[Any]]:
     return Shell(pickler.blob.getvalue(), tuple(pickler.named), len(pickler.leaves)), pickler.leaves
 
 
-def _close(shell: Shell, leaves: list[Any]) -> Any:
-    unpickler = pickle.Unpickler(io.BytesIO(shell.blob))
-    stored = {"leaf": leaves, "named": shell.named}
-    unpickler.persistent_load = lambda place: stored[place[0]][place[1]]  # type: ignore[method-assign]
-    return unpickler.load()
-
-
 class _Pickler(pickle.Pickler):
     """Replaces tensors, floats, classes and functions by positions."""
 
@@ -121,3 +114,15 @@ class _Pickler(pickle.Pickler):
             self.named.append(thing)
             return "named", len(self.named) - 1
         return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the given leaves, and the classes and functions, at their positions."""
+
+    def __init__(self, shell: Shell, leaves: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(shell.blob))
+        self.stored = {"leaf": leaves, "named": shell.named}
+
+    def persistent_load(self, place: tuple[str, int]) -> Any:
+        kind, index = place
+        return self.stored[kind][index]
