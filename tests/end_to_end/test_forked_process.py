@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,41 +11,8 @@ from torch import Tensor, nn
 
 import memgraph
 from tests.support import faults
+from tests.support.forks import forked
 from tests.support.streamed_state import Twins, far, loss
-
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="fork"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A child lacks OpenMP's threads, and torch would wait for them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def forked(work: Callable[[], bool]) -> int:
-    """A child that works, and says by its exit code whether all was right."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            code = 0 if work() else 2
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return child
-
-
-def is_right(child: int) -> bool:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def made(model: nn.Module, times: float) -> Tensor:
@@ -89,7 +52,7 @@ def test_both_have_a_step_in_flight_at_the_same_time() -> None:
     os.read(to_parent, 1)
     ours = made(compiled, 1)
     os.write(parents, b"x")
-    assert is_right(child)
+    assert child.code() == 0
     assert agree(module, ours, 1)
     for end in (to_parent, to_child, parents):
         os.close(end)
@@ -106,7 +69,7 @@ def test_a_child_does_not_go_on_with_what_its_parent_has_begun() -> None:
             ours.backward()
         return agree(module, made(compiled, 2), 2)
 
-    assert is_right(forked(work))
+    assert forked(work).code() == 0
     assert agree(module, ours, 1)
 
 
@@ -121,6 +84,6 @@ def test_what_lives_far_is_trained_apart() -> None:
                 parameter.zero_()
         return far(twins.module, twins.ours) >= {"parameter", "state"}
 
-    assert is_right(forked(work))
+    assert forked(work).code() == 0
     twins.assert_same()
     twins.train(1)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import memgraph
 from tests.support.faults import ROOM, assert_next_step_right, batch, failing, fresh, living, open_files, step
+from tests.support.forks import forked
 from tests.support.slow_disk import SHM
 
 
@@ -129,25 +128,13 @@ def test_a_disk_that_fails_again_and_again_takes_no_more_room() -> None:
 
 
 @pytest.mark.usefixtures("spilling")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_steps_too_or_says_why_it_can_not() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of OpenMP's threads the child has none either, and torch itself waits for them
     module, compiled = fresh()
     step(compiled)
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
+
+    def work() -> None:
         step(module)
-        os.write(write, b"e")
         with suppress(memgraph.MemgraphError):
             step(compiled)
-        os.write(write, b"c")
-        os._exit(0)
-    os.waitpid(child, 0)
-    torch.set_num_threads(threads)
-    os.close(write)
-    said = os.read(read, 2)
-    os.close(read)
-    assert said == b"ec"
+
+    assert forked(work).code() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from memgraph.capture.capture import capture
 from memgraph.capture.sizes import size_capture
 from memgraph.planning import capture_step
 from memgraph.system.locks import PLANNING_LOCK, capturing
+from tests.support.forks import forked
 
 ROOM = "1GB"
 
@@ -146,9 +146,7 @@ def test_a_forked_child_plans_though_another_thread_was_planning() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     inside.wait()
-    child = os.fork()
-    if not child:
-        os._exit(0 if PLANNING_LOCK.acquire(timeout=60) else 1)
+    child = forked(lambda: PLANNING_LOCK.acquire(timeout=30))
     done.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert child.code() == 0

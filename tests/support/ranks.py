@@ -3,7 +3,7 @@
 results = on_ranks(2, function, *args)   # runs function(rank, *args) in each process; results in rank order
 
 A fork server imports once for all tests what most of their ranks import: torch, memgraph and models of transformers. A rank
-that fails takes the others with it, and its traceback is the test's; ranks that hang are ended.
+that fails takes the others with it, and its traceback is the test's; ranks that hang, or whose test is gone, are ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from tests.support.forks import ends_with
 
 SECONDS = 180  # for one start with all its work, and the first import on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
@@ -90,6 +92,7 @@ def _one(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    ends_with(os.getppid(), seconds + 2 * SECONDS)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:

@@ -14,6 +14,7 @@ from torch import nn
 
 from memgraph.api import atomic_file, safetensors_file, training_state
 from memgraph.api.training_state import load_state, save_state
+from tests.support.forks import forked
 
 MOMENTS: dict[str, tuple[object, str]] = {"fsync": (os, "fsync"), "rename": (os, "replace")}
 
@@ -30,13 +31,7 @@ def die(*_: Any, **__: Any) -> None:
 
 def killed(work: Callable[[], None]) -> None:
     """Run this in a child, which is to be killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert forked(work).code() == -signal.SIGKILL
 
 
 def save_and_die(path: Path, moment: str, by_name: bool) -> None:

@@ -17,6 +17,7 @@ import memgraph
 from memgraph.api.training_state import load_state, save_state
 from memgraph.profile.memory_meter import measure_peak
 from memgraph.storage.mapped_storage import buffer_slice_of
+from tests.support.forks import forked
 
 FORMATS = ["run.pt", "run.safetensors"]
 
@@ -50,18 +51,17 @@ def states(optimizer: optim.Optimizer) -> list[Tensor]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A child of `fork` lacks its parent's other threads, and would wait for them."""
+    """Round as a child of `fork` does, which has one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", [optim.Adam, partial(optim.SGD, lr=0.1, momentum=0.9)])
-def test_overwriting_and_cutting_the_file_changes_nothing(
-    one_thread: None, tmp_path: Path, name: str, kind: Any
-) -> None:
+def test_overwriting_and_cutting_the_file_changes_nothing(tmp_path: Path, name: str, kind: Any) -> None:
     model = net()
     optimizer = kind(model.parameters())
     train(model, optimizer, 2)
@@ -73,11 +73,12 @@ def test_overwriting_and_cutting_the_file_changes_nothing(
     load_state(tmp_path / name, other, fresh)
     overwrite(tmp_path / name)
     assert train(other, fresh, 1) == expected[:1]
-    child = os.fork()  # which a page that is gone would end
-    if child == 0:
+
+    def work() -> bool:  # which a page that is gone would end
         os.truncate(tmp_path / name, 0)
-        os._exit(train(other, fresh, 2) != expected[1:])
-    assert os.waitpid(child, 0)[1] == 0
+        return train(other, fresh, 2) == expected[1:]
+
+    assert forked(work).code() == 0
 
 
 def test_what_a_module_keeps_of_its_own_is_not_in_the_file(tmp_path: Path) -> None:

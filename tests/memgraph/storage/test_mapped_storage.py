@@ -9,7 +9,6 @@ import io
 import os
 import pickle
 import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from memgraph.storage.async_copy import CopyChunk
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, buffer_slice_of, tensor_spec_of
 from memgraph.storage.spill_file import PAGE, SpillError
 from memgraph.storage.transfer import offload_slices, offload_tensors, reload_slices, slice_of
+from tests.support.forks import forked
 
 SHM = Path("/dev/shm")
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]
@@ -328,21 +328,17 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
     assert fds() == before and not maps(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="fork")
 def test_a_forked_child_has_buffers_of_its_own_and_its_writes_do_not_reach_its_parents(tmp_path: Path) -> None:
     (tensor,) = offload_tensors([torch.ones(5000)], tmp_path)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            known = buffer_slice_of(tensor)
-            tensor += 1
-            (own,) = offload_tensors([tensor], tmp_path)
-            place, memory = buffer_slice_of(own), torch.zeros(5000)
-            assert place is not None
-            reload_slices(place, memory).end()
-            code = 0 if known is None and memory.tolist() == tensor.tolist() == [2] * 5000 else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work() -> bool:
+        known = buffer_slice_of(tensor)
+        tensor.add_(1)
+        (own,) = offload_tensors([tensor], tmp_path)
+        place, memory = buffer_slice_of(own), torch.zeros(5000)
+        assert place is not None
+        reload_slices(place, memory).end()
+        return known is None and memory.tolist() == tensor.tolist() == [2] * 5000
+
+    assert forked(work).code() == 0
     assert torch.equal(offload_tensors([tensor], tmp_path)[0], torch.ones(5000))
