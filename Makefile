@@ -10,7 +10,7 @@ CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow tra
 
 WITHIN ?= 720
 
-.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-zoo gpu-figures fake-cuda versions newest clean
+.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-zoo gpu-figures fake-cuda versions other-python clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -31,10 +31,11 @@ slow: $(READY)
 
 # The core tests on every torch that memgraph is said to work with, each in an environment of its own.
 versions:
-	$(PYTHON) -m benchmarks.versions
+	$(PYTHON) -m benchmarks.versions $(VERSIONS)
 
-newest:
-	$(PYTHON) -m benchmarks.versions newest --smoke --within $(WITHIN)
+# As many of them as there is time for, on the newest torch and another Python.
+other-python:
+	$(PYTHON) -m benchmarks.versions newest --python other --optional --within $(WITHIN)
 
 check: $(READY)
 	.venv/bin/ruff check

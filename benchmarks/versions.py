@@ -1,21 +1,24 @@
-"""Core tests on each torch that memgraph is said to work with, or a smoke of them on the newest there is.
+"""Core tests on each torch and Python that memgraph is said to work with, with the build of torch that pip takes.
 
-    python -m benchmarks.versions [2.11 2.15 ...]      an environment for each in .venv-versions, and a row:
+    python -m benchmarks.versions [2.11 3.13/2.15 ...]      an environment for each in .venv-versions, and a row:
 
-    torch   triton  passed  failed  xfailed  seconds
-    2.11.0  3.6.0      412       0        3      210
+    python  torch   triton  passed  failed  xfailed  left  seconds
+    3.13.0  2.15.0  3.9.0      472       0        4     0      171
 
-    python -m benchmarks.versions newest --smoke --within 720    what CI asks of the newest torch that pip finds
+    python -m benchmarks.versions newest --python other --optional --within 720    what CI asks
 
-A CUDA build of torch takes 6 GB, so each environment goes once its row is there, unless `--keep` is given.  With
-`--smoke`, a torch that can't be installed in time is reported and is no failure, because CI must not wait for a
-registry. This file imports only the standard library, because there is no environment yet.
+Without a Python before the slash it is that of `--python`: `other` is the newest that is not the one that runs this.
+It is looked for on PATH and among those of pyenv.  `left` are tests that had no time.  With `--optional`, what can't be
+found or installed in time is no failure, because CI must not wait for a registry.  A CUDA build of torch takes 6 GB,
+so each environment goes once its row is there, unless `--keep` is given.  This file imports only the standard library,
+because there is no environment yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,15 +34,22 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-versions"
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-NEWEST = "newest"
+PYTHONS = ("3.11", "3.12", "3.13")
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+NEWEST, OTHER = "newest", "other"
 WANTED = ("numpy", "highspy", "safetensors", "rich", "typer", "networkx", "psutil", "transformers", "expecttest")
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 UNBOUND = ("torch", "triton", "setuptools")  # each torch has its own, whatever constraints.txt says
 ROOM = 8 << 30  # bytes of disk that an environment takes at most, while it is unpacked
 INSTALLED = 0.6  # of the time that `--within` gives: what the tests need at least is left
+ENDING = 60.0  # seconds that a test which has begun in time has to end in
+LIMIT = 180  # seconds of each
+ASK = "import ensurepip, sys; print(f'{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}')"
 CORE = (
     "tests/test_torch_names.py",
     "tests/end_to_end/test_promise.py",
+    "tests/end_to_end/test_forked_process.py",
+    "tests/memgraph/tensors/test_pytree.py",
     "tests/memgraph/system/test_private_names.py",
     "tests/memgraph/system/test_device.py",
     "tests/memgraph/capture/test_capture.py",
@@ -69,35 +79,31 @@ CORE = (
     "tests/memgraph/profile/test_cuda_dispatch.py",
     "tests/memgraph/profile/test_active_profiler.py",
 )
-SMOKE = (
-    "tests/memgraph/system/test_private_names.py",
-    "tests/end_to_end/test_promise.py",
-    "-k",
-    "private_names or (is_equal and 0.5)",
-)
 
 
-class NotInstalledError(Exception):
-    """An environment could not be made, for the reason in the message."""
+class NotTestedError(Exception):
+    """An environment could not be made, or no test has run in it, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of the tests on one torch."""
+    """The results of the tests on one torch and one Python; those that are `left` had no time."""
 
+    python: str
     torch: str
     triton: str
     passed: int
     failed: int
     xfailed: int
+    left: int
     seconds: float
 
     def __str__(self) -> str:
-        counts = f"{self.passed:>6}  {self.failed:>6}  {self.xfailed:>7}  {self.seconds:>7.0f}"
-        return f"{self.torch:<7} {self.triton:<7} {counts}"
+        counts = f"{self.passed:>6}  {self.failed:>6}  {self.xfailed:>7}  {self.left:>4}  {self.seconds:>7.0f}"
+        return f"{self.python:<7} {self.torch:<7} {self.triton:<7} {counts}"
 
 
-HEADER = f"{'torch':<7} {'triton':<7} {'passed':>6}  {'failed':>6}  {'xfailed':>7}  {'seconds':>7}"
+HEADER = "python  torch   triton  passed  failed  xfailed  left  seconds"
 
 
 def main() -> int:
@@ -106,35 +112,55 @@ def main() -> int:
     until = time.monotonic() + given.within
     print(HEADER, flush=True)
     failed = False
-    for version in given.versions or VERSIONS:
+    for wanted in given.versions or VERSIONS:
+        python, _, version = wanted.rpartition("/")
+        python = python or given.python
+        place = FOLDER / f"{python}-{version}"
         try:
-            python = installed(version, time.monotonic() + INSTALLED * (until - time.monotonic()))
-            row = tested(python, SMOKE if given.smoke else CORE, until)
+            its_end = time.monotonic() + INSTALLED * (until - time.monotonic())
+            row = tested(installed(interpreter(python), version, place, its_end), CORE, until)
             print(row, flush=True)  # at once: removing an environment takes a while
-            failed |= row.failed > 0 or row.passed == 0
-        except NotInstalledError as error:
-            print(f"\n*** torch {version} WAS NOT TESTED: {error} ***\n", flush=True)
-            failed |= not given.smoke
+            failed |= row.failed > 0
+        except NotTestedError as error:
+            print(f"\n*** torch {version} ON PYTHON {python} WAS NOT TESTED: {error} ***\n", flush=True)
+            failed |= not given.optional
         finally:
             if not given.keep:
-                shutil.rmtree(FOLDER / version, ignore_errors=True)
+                shutil.rmtree(place, ignore_errors=True)
     return int(failed)
 
 
-def installed(version: str, until: float) -> Path:
-    """Make an environment with this torch and the tests' packages; return its Python.
+def interpreter(wanted: str) -> Path:
+    """Return a Python of this version, or the newest `other` one than this: on PATH, or the newest of pyenv's.
 
     Raises:
-        NotInstalledError: the disk is too full, pip fails, or it takes longer than `until`.
+        NotTestedError: there is none.
     """
-    place = FOLDER / version
+    if wanted == OWN:
+        return Path(sys.executable)
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    versions = [version for version in reversed(PYTHONS) if version != OWN] if wanted == OTHER else [wanted]
+    for version in versions:
+        kept = sorted(pyenv.glob(f"{version}.*"), key=lambda place: [*map(int, re.findall(r"\d+", place.name))])
+        for python in [shutil.which(f"python{version}"), *(place / "bin" / "python" for place in reversed(kept))]:
+            if python is not None and _said([python, "-c", ASK]) == version:  # one of pyenv's on PATH may be off
+                return Path(python)
+    raise NotTestedError(f"there is no Python {' or '.join(versions)} with ensurepip on PATH or in {pyenv}")
+
+
+def installed(base: Path, version: str, place: Path, until: float) -> Path:
+    """Make an environment of this Python with this torch and the tests' packages; return its own Python.
+
+    Raises:
+        NotTestedError: the disk is too full, pip fails, or it takes longer than `until`.
+    """
     python = place / "bin" / "python"
     if (place / "ready").exists():
         return python
     free = shutil.disk_usage(ROOT).free
     if free < ROOM:
-        raise NotInstalledError(f"it takes up to {ROOM >> 30} GB of disk, and {free >> 30} are free")
-    _run([sys.executable, "-m", "venv", "--clear", str(place)], until)
+        raise NotTestedError(f"it takes up to {ROOM >> 30} GB of disk, and {free >> 30} are free")
+    _run([str(base), "-m", "venv", "--clear", str(place)], until)
     (place / "constraints.txt").write_text(_constraints())
     pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--quiet"]
     _run([*pip, "-c", str(place / "constraints.txt"), *WANTED, *TOOLS], until)
@@ -146,23 +172,28 @@ def installed(version: str, until: float) -> Path:
 
 
 def tested(python: Path, tests: Sequence[str], until: float) -> Row:
-    """Run the tests in an environment, and return a row.
+    """Run the tests in an environment, those that begin in time, and return a row.
 
     Raises:
-        NotInstalledError: they have not ended by then.
+        NotTestedError: none has begun, or they have not ended by then.
     """
     begin = time.monotonic()
+    within = max(0.0, until - begin - ENDING)
     with TemporaryDirectory() as folder:
         found = Path(folder) / "found.xml"
         options = ["-p", "no:cacheprovider", f"--junitxml={found}", "-o", "addopts=--import-mode=importlib"]
-        wanted = ["-q", "--no-header", "-rf", "--tb=line", "-m", "not slow and not gpu"]
+        options += ["-p", "tests.support.time_limits", f"--within={within}", f"--timeout={LIMIT}"]
+        wanted = ["-q", "--no-header", "-rf", "--tb=line", "-m", "not slow and not gpu and not fake_cuda"]
         with suppress(subprocess.CalledProcessError):  # failed tests are in the file
             _run([str(python), "-m", "pytest", *options, *wanted, *tests], until, shown=True)
-        cases = ElementTree.parse(found).getroot().iter("testcase") if found.exists() else ()
-        kinds = [_outcome(case) for case in cases]
-    versions = [_version(python, name) for name in ("torch", "triton")]
-    passed, failed, xfailed = (kinds.count(kind) for kind in ("passed", "failed", "xfailed"))
-    return Row(versions[0], versions[1], passed, failed, xfailed, time.monotonic() - begin)
+        crashed = not found.exists()
+        kinds = ["failed"] if crashed else list(map(_outcome, ElementTree.parse(found).getroot().iter("testcase")))
+    passed, failed, xfailed, left = (kinds.count(kind) for kind in ("passed", "failed", "xfailed", "left"))
+    if not passed + failed + xfailed:
+        raise NotTestedError(f"of {len(kinds)} tests none has begun in {within:.0f} seconds")
+    its_own = _said([python, "-c", "import platform; print(platform.python_version())"])
+    torch, triton = (_version(python, name) for name in ("torch", "triton"))
+    return Row(its_own, torch, triton, passed, failed, xfailed, left, time.monotonic() - begin)
 
 
 def _outcome(case: ElementTree.Element) -> str:
@@ -171,13 +202,18 @@ def _outcome(case: ElementTree.Element) -> str:
     skipped = case.find("skipped")
     if skipped is None:
         return "passed"
+    if "--within" in skipped.get("message", ""):
+        return "left"
     return "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
 
 
 def _version(python: Path, name: str) -> str:
     code = f"from importlib.metadata import version; print(version({name!r}).partition('+')[0])"
-    said = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return said.stdout.strip() or "-"
+    return _said([python, "-c", code]) or "-"
+
+
+def _said(command: Sequence[str | Path]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _constraints() -> str:
@@ -186,10 +222,10 @@ def _constraints() -> str:
 
 
 def _run(command: Sequence[str], until: float, shown: bool = False) -> None:
-    """Run a command, and end it with all that it has started when its time is over.
+    """Run a command, and end all that it has started with it, and it when its time is over.
 
     Raises:
-        NotInstalledError: it has no time left, or has failed and was not to be `shown`.
+        NotTestedError: it has no time left, or has failed and was not to be `shown`.
         CalledProcessError: it has failed, and was `shown`.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CI": "1"}
@@ -200,15 +236,15 @@ def _run(command: Sequence[str], until: float, shown: bool = False) -> None:
     ) as process:  # fmt: skip
         try:
             said, _ = process.communicate(timeout=max(0.0, until - time.monotonic()))
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise NotInstalledError(f"{' '.join(command[1:5])} ... has not ended in its time") from None
-            raise
+        except subprocess.TimeoutExpired:
+            raise NotTestedError(f"{' '.join(command[1:5])} ... has not ended in its time") from None
+        finally:
+            with suppress(ProcessLookupError):  # what it has left, too
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode and shown:
         raise subprocess.CalledProcessError(process.returncode, list(command))
     if process.returncode:
-        raise NotInstalledError(f"{' '.join(command[1:5])} ... has failed: {_reason(said)}")
+        raise NotTestedError(f"{' '.join(command[1:5])} ... has failed: {_reason(said)}")
 
 
 def _reason(said: str) -> str:
@@ -221,8 +257,10 @@ def _reason(said: str) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("versions", nargs="*", help=f"of torch, or {NEWEST!r}; by default {', '.join(VERSIONS)}")
-    parser.add_argument("--smoke", action="store_true", help="of the zoo; what is not installed is no failure")
+    known = f"of torch, or {NEWEST!r}, or of Python/of torch; by default {', '.join(VERSIONS)}"
+    parser.add_argument("versions", nargs="*", help=known)
+    parser.add_argument("--python", default=OWN, metavar="VERSION", help=f"{', '.join(PYTHONS)} or {OTHER!r}")
+    parser.add_argument("--optional", action="store_true", help="what can't be installed in time is no failure")
     parser.add_argument("--within", type=float, default=4 * 3600.0, metavar="SECONDS", help="for all that is done")
     parser.add_argument("--keep", action="store_true", help="leave the environments where they are, for the next time")
     return parser.parse_args()

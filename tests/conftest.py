@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from memgraph.system import garbage
 with torch.device("meta"):
     torch.empty(0)  # torch lists its factories at the first such call, and transformers replaces some for a while
 
-pytest_plugins = ["tests.support.fixtures"]
+pytest_plugins = ["tests.support.fixtures", "tests.support.time_limits"]
 
 settings.register_profile(
     "memgraph",
@@ -33,13 +32,6 @@ settings.register_profile("thorough", settings.get_profile("memgraph"), derandom
 settings.load_profile("memgraph")
 
 
-BEGAN = time.monotonic()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--within", type=float, help="seconds after which no further test begins: the rest is skipped")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the long tests, and put them in the order of their list: the shortest first, as --within may leave out others."""
@@ -49,13 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.partition("[")[0] in place:
             item.add_marker("long")
     items.sort(key=lambda item: place.get(item.nodeid.partition("[")[0], -1))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    seconds = item.config.getoption("within")
-    if seconds is not None and time.monotonic() - BEGAN > seconds:
-        pytest.skip(f"the {seconds:.0f} seconds of --within are over")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,7 @@ Strides = tuple[Form | None, ...]  # of each tensor of a result
 # Besides elementwise ops: those that run on any values, and whose descriptions are known to be wrong somewhere. Kernels
 # that take the workspace of another op, as those of recurrent layers, would read beyond it.
 RUN = frozenset({
-    "native_group_norm", "native_batch_norm", "native_batch_norm_backward",
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_layer_norm",
     "native_layer_norm_backward",
     "roll", "flip", "sort", "index", "cat", "clone", "empty_like", "zeros_like", "ones_like", "rand_like", "randn_like",

@@ -8,7 +8,6 @@ It ends with its work, with its time, and with its parent, and what it has start
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -22,10 +21,10 @@ from typing import NoReturn
 
 import torch
 
+from tests.support.time_limits import ends_with
+
 SECONDS = 60
 RIGHT, RAISED, WRONG = 0, 1, 2
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,6 @@ def forked(work: Callable[[], object], seconds: float = SECONDS) -> Child:
     torch.set_num_threads(threads)
     _lead_group(child)
     return Child(child, time.monotonic() + seconds)
-
-
-def ends_with(parent: int, seconds: float) -> None:
-    """Have the kernel end this process with its parent, and after this time: also in C, and while it is stopped."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(RAISED)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _work(work: Callable[[], object], parent: int, seconds: float) -> NoReturn:

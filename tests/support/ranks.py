@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from tests.support.forks import ends_with
+from tests.support.time_limits import ends_with
 
 SECONDS = 180  # for one start with all its work, and the first import on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
