@@ -79,9 +79,9 @@ def _zeros(like: Tensor) -> Tensor:
 
 @cache
 def _start_autograd() -> None:
-    """Have autograd start threads for the devices that this machine has, before a fake mode makes torch believe in more.
+    """Have autograd start threads for the devices that are here, before a fake mode has torch believe in more.
 
-    In the first fake mode a CUDA build of torch without a GPU gets a device that does nothing. Autograd asks for devices
+    The first fake mode gives a CUDA build of torch without a GPU a device that does nothing. Autograd asks for devices
     once, and after it has started a thread for one, no child of `fork` can call backward.
     """
     with (

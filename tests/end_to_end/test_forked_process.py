@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +36,18 @@ def agree(module: nn.Module, ours: Tensor, times: float) -> bool:
     module.zero_grad()
     ours.backward()
     return bool(gradients(plain)) and all(map(torch.equal, gradients(module), gradients(plain)))
+
+
+ROOT = Path(__file__).parents[2]
+FIRST = """
+import torch, memgraph
+from tests.support.forks import forked
+model = memgraph.compile(torch.nn.Linear(4, 4), "1GB")
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+step()
+raise SystemExit(forked(step).code())
+"""
 
 
 @pytest.mark.usefixtures("spilling")
@@ -87,3 +102,9 @@ def test_what_lives_far_is_trained_apart() -> None:
     assert forked(work).code() == 0
     twins.assert_same()
     twins.train(1)
+
+
+def test_a_child_trains_though_its_parent_was_on_fake_tensors_before_its_first_backward() -> None:
+    """A CUDA build of torch believes in a device from then on, where there is none."""
+    ran = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
