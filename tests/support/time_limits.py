@@ -15,8 +15,8 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
-import psutil
 import pytest
 
 BEGAN = time.monotonic()
@@ -58,9 +58,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _is_first(config):
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for process in _descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
     _end_after(config)  # a thread that never ends would keep this process
 
 
@@ -83,3 +83,15 @@ def _end_after(config: pytest.Config) -> None:
     seconds = float(config.getini("timeout") if limit is None else limit)
     if seconds > 0:  # 0 is no limit, for a debugger
         faulthandler.dump_traceback_later(seconds + config.getoption("grace"), exit=True, file=config.stash[STDERR])
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the processes that this one has started, and those that these have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
