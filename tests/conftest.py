@@ -34,13 +34,17 @@ settings.load_profile("memgraph")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the long tests, and put them in the order of their list: the shortest first, as --within may leave out others."""
+    """Mark the long tests, and put them behind the others in the order of their list, as --within may leave out some."""
     names = (Path(__file__).parent / "long_tests.txt").read_text().split()
-    place = {name: i for i, name in enumerate(names)}
+    place = {name: i for i, name in enumerate(names, 2)}
+
+    def order(item: pytest.Item) -> int:
+        return place.get(item.nodeid.partition("[")[0], int(item.get_closest_marker("long") is not None))
+
+    items.sort(key=order)
     for item in items:
-        if item.nodeid.partition("[")[0] in place:
+        if order(item) > 1:
             item.add_marker("long")
-    items.sort(key=lambda item: place.get(item.nodeid.partition("[")[0], -1))
 
 
 @pytest.fixture(scope="session", autouse=True)
