@@ -109,7 +109,6 @@ HEADER = "python  torch   triton  passed  failed  xfailed  left  seconds"
 def main() -> int:
     """Print a row for each version; 1 if a test has failed, or a version that was asked for is not there."""
     given = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it has started ends with it
     until = time.monotonic() + given.within
     print(HEADER, flush=True)
     failed = False
@@ -268,4 +267,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it has started ends with it
     sys.exit(main())
