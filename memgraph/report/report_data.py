@@ -74,7 +74,6 @@ class ReportData:
         recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
             without the time between the two; None while there are fewer.
         expected_us: forecast of those steps in microseconds; set together with `recent_us`.
-        pages_us: microseconds that page faults add to the step and `forecast` leaves out.
         plain_us: microseconds of eager's step by the prices that ops had before any step ran. Later prices contain page
             faults, which only a plan brings. 0 if the prices of `choice` are those.
         planned_us: microseconds of capture, pricing and planning.
@@ -113,7 +112,6 @@ class ReportData:
     repriced_us: float | None = None
     recent_us: float | None = None
     expected_us: float = 0.0
-    pages_us: float = 0.0
     plain_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
@@ -148,12 +146,12 @@ class ReportData:
 
     @property
     def predicted_us(self) -> float:
-        """Forecast of a step in microseconds, page faults included, before any step has run."""
-        return self.forecast.us + self.pages_us
+        """Forecast of a step in microseconds, before any step has run."""
+        return self.forecast.us
 
     @property
     def as_it_is_us(self) -> float:
-        """Microseconds of eager's step: without a plan, in a process that keeps freed memory."""
+        """Microseconds of eager's step: without a plan."""
         return self.plain_us or self.choice.captured.us
 
     @property
