@@ -24,7 +24,7 @@ from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
-from ..system.page_pool import hold
+from ..system.page_pool import hold, why_not
 from .lowering.lowering import NotLowered, lowering_of
 from .optimizer_state import OptimizerState
 from .pricing import op_profiler
@@ -76,15 +76,13 @@ class Assembly:
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
         slots = tier_slots(graph, captured)
         tier = open_tier(target.device, [slot.nbytes for slot in slots], options.spill_dir, options.pinned)
-        if result.plan and target.device.type == "cpu":
-            hold(self.module, machine.budget)
         recording = self._recording(step, graph, result, machine.budget)
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
             op_by_op=lowering.op_by_op_nbytes(result.forecast), split=split or lowering.split,
             value_run=captured.value_run_nbytes, slices=captured.slices,
-            whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
+            no_pool=self._hold_pages(machine, result), whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -103,10 +101,8 @@ class Assembly:
         self, step: StepGraph, machine: Machine, result: PlanResult, began: float, halves: Partition
     ) -> AssembledStep:
         """Return the parts of a step without slots in the tier, whose code it shares with other lengths."""
-        if result.plan and step.target.device.type == "cpu":
-            hold(self.module, machine.budget)
         counted, traced = self.options.optimizer is not None, step.traced
-        report = Report(machine, result, planned_us=(time.perf_counter() - began) * 1e6, counted=counted)
+        report = Report(machine, result, planned_us=(time.perf_counter() - began) * 1e6, counted=counted, no_pool=self._hold_pages(machine, result))
         parts = replace(
             StepParts.of(step.captured, halves, result.forecast.trace),
             trained=step.trained.parameters,
@@ -114,6 +110,13 @@ class Assembly:
             draws_on_host=draws_on_host(traced.graph.graph),
         )
         return AssembledStep(parts, report, NotLowered(step.graph, result.forecast.trace))
+
+    def _hold_pages(self, machine: Machine, result: PlanResult) -> str:
+        """Keep the pages of freed tensors for a step with a plan, up to the budget; return why they can't be kept."""
+        if machine.device != "cpu" or not result.plan:
+            return ""
+        hold(self.module, machine.budget)
+        return why_not()
 
     def _recording(self, step: StepGraph, graph: fx.Graph, result: PlanResult, budget: int) -> Recording:
         if step.target.recorder is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from .device import return_freed_memory
 from .measurement_cache import cache_folder
 from .private_names import TESTED
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O2", "-fexceptions", "-shared", "-fPIC")  # torch's own errors pass through its frames
 HUGE = "THP_MEM_ALLOC_ENABLE"  # set to 1, torch's allocator asks for huge pages, which can't be moved one by one
@@ -104,6 +106,7 @@ def _pool() -> ctypes.CDLL | NoPoolError:
     try:
         return _installed()
     except NoPoolError as error:
+        LOG.warning("freed tensors go back to the system, and steps with a plan take new pages: %s", error)
         return error
 
 
