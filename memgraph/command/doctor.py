@@ -117,7 +117,9 @@ def _processor() -> Iterator[Finding]:
     preload = os.environ.get("LD_PRELOAD", "")
     yield Finding(OK, "memory", memory)
     reason = why_not()
-    yield Finding(SLOW if reason else OK, "pages", "freed ones go to the system" if reason else "kept in a pool", reason)
+    yield Finding(
+        SLOW if reason else OK, "pages", "freed ones go to the system" if reason else "kept in a pool", reason
+    )
     other = "it may hold freed blocks below 128 KiB back" if "malloc" in preload else ""
     yield Finding(SLOW if other else OK, "allocator", preload or "glibc", other)
 

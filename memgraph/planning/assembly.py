@@ -82,7 +82,8 @@ class Assembly:
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
             op_by_op=lowering.op_by_op_nbytes(result.forecast), split=split or lowering.split,
             value_run=captured.value_run_nbytes, slices=captured.slices,
-            no_pool=self._hold_pages(machine, result), whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
+            whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
+            no_pool=self._hold_pages(machine, result),
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -102,7 +103,13 @@ class Assembly:
     ) -> AssembledStep:
         """Return the parts of a step without slots in the tier, whose code it shares with other lengths."""
         counted, traced = self.options.optimizer is not None, step.traced
-        report = Report(machine, result, planned_us=(time.perf_counter() - began) * 1e6, counted=counted, no_pool=self._hold_pages(machine, result))
+        report = Report(
+            machine,
+            result,
+            planned_us=(time.perf_counter() - began) * 1e6,
+            counted=counted,
+            no_pool=self._hold_pages(machine, result),
+        )
         parts = replace(
             StepParts.of(step.captured, halves, result.forecast.trace),
             trained=step.trained.parameters,

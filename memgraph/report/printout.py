@@ -216,7 +216,7 @@ def _taken(report: ReportData) -> list[str]:
     """Compare measured times with forecasts: the first timed step, and the median of recent ones."""
     lines = []
     if report.no_pool:
-        lines.append(f"freed memory goes back to the system, and the new pages that ops get take time: {report.no_pool}")
+        lines.append(f"freed memory goes back to the system, and new pages take time: {report.no_pool}")
     if report.measured_us is not None:
         repriced = report.repriced_us
         own = "" if repriced is None else f"; forecast with the times of its own ops {ms(repriced)}"
