@@ -24,7 +24,7 @@ from tempfile import NamedTemporaryFile, gettempdir
 
 import torch
 
-from .device import return_freed_memory
+from .device import return_freed_memory, trim_freed_memory
 from .measurement_cache import cache_folder
 from .private_names import TESTED
 
@@ -42,7 +42,7 @@ TORCH = (  # functions of libc10.so, in the order in which `pool_install` takes 
     "_ZN3c1025ProfiledCPUMemoryReporter6DeleteEPv",
 )
 
-_held: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_held = dict[int, int]()  # bytes by the id of an owner
 
 
 class NoPoolError(Exception):
@@ -71,9 +71,10 @@ def hold(owner: object, nbytes: int) -> None:
     if isinstance(pool, NoPoolError):
         return_freed_memory()
         return
-    if owner not in _held:
-        weakref.finalize(owner, _limit, pool).atexit = False
-    _held[owner] = max(0, nbytes)
+    if id(owner) not in _held:
+        weakref.finalize(owner, _release, pool, id(owner)).atexit = False
+        trim_freed_memory()  # what was freed before lies in gaps of the C library's heap
+    _held[id(owner)] = max(0, nbytes)
     _limit(pool)
 
 
@@ -97,8 +98,13 @@ def pool_counts() -> PoolCounts:
     return PoolCounts(*counts)
 
 
+def _release(pool: ctypes.CDLL, owner: int) -> None:
+    _held.pop(owner, None)
+    _limit(pool)
+
+
 def _limit(pool: ctypes.CDLL) -> None:
-    pool.pool_limit(ctypes.c_long(sum(_held.values())))
+    pool.pool_limit(ctypes.c_long(sum(list(_held.values()))))  # a copy, since other threads may add to it
 
 
 @functools.cache
