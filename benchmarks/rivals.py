@@ -23,7 +23,6 @@ import memgraph
 from benchmarks.autoac import AutoAC
 from benchmarks.clock import Pairs, Step, in_turn, middle, peak, step_of
 from benchmarks.nets import GPT, Size
-from memgraph.system.device import return_freed_memory
 
 SIZES = {
     "gpt": Size(6, 256, 8, vocabulary=1024, context=256),
@@ -72,7 +71,6 @@ class Ring:
     """The steps of one model, to be timed in turn."""
 
     def __init__(self, name: str) -> None:
-        return_freed_memory()  # memgraph does this with its first plan; here, it is done for all
         torch.manual_seed(0)
         self.name = name
         self.model = GPT(SIZES[name])

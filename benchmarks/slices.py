@@ -43,7 +43,6 @@ from memgraph.capture.capture import capture
 from memgraph.graph.summarize import summarize
 from memgraph.planning.progress import Progress
 from memgraph.profile.memory_meter import resident_bytes
-from memgraph.profile.page_faults import page_faults_us
 from memgraph.slices.step_slices import SliceRequest, in_slices
 from memgraph.system.byte_sizes import budget_nbytes
 from passes import BudgetError, Machine, PlanResult, make_plan, predict
@@ -284,16 +283,6 @@ class _Gap:
         return [parts, f"{self.taken_us / 1e3:.2f}", *ratios, *kinds]
 
 
-def _with_pages(kinds: dict[str, PlanResult | None], machine: Machine) -> dict[str, float]:
-    """Return forecasts with new pages, which a process has from the first step on that needs a plan."""
-    found = {kind: plan for kind, plan in kinds.items() if plan is not None}
-    pages = any(plan.plan for plan in list(found.values())[:1])
-    return {
-        kind: plan.forecast.us + (page_faults_us(plan.forecast, machine, {}) if pages or plan.plan else 0.0)
-        for kind, plan in found.items()
-    }
-
-
 def _gap(module: nn.Module, ids: Tensor, budget: int, seconds: float) -> _Gap:
     """Return the plan of each kind, and then the one that is taken for a budget, at the same prices."""
     planner = make_planner(module, budget, slices="auto", accumulate=False)
@@ -308,7 +297,7 @@ def _gap(module: nn.Module, ids: Tensor, budget: int, seconds: float) -> _Gap:
             if kind == "whole":
                 break  # weights in blocks would be next
     taken = memgraph.plan(module, ids, budget=budget, slices="auto", accumulate=False)
-    return _Gap(taken, kinds, _with_pages(kinds, taken.machine))
+    return _Gap(taken, kinds, {kind: plan.forecast.us for kind, plan in kinds.items() if plan is not None})
 
 
 @app.command()

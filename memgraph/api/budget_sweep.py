@@ -27,9 +27,10 @@ from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
 from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 from passes.pipeline import BESIDE
 from passes.simulate.plan_result import LeastTimes
+from passes.slices.whole_step import is_faster
 
 from ..options.argument_rules import check_argument
-from ..planning.attempts import PricedStep, is_taken
+from ..planning.attempts import PricedStep
 from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes
@@ -134,7 +135,7 @@ class _BudgetPlans:
                 self.smallest = min(self.smallest, choice.forecast.peak)
                 self.plans.append(_Found(budget, step, choice))
                 if self.seconds and (whole := step.beside(choice, machine, self._search_below)) is not None:
-                    self.plans.append(_Found(budget, *whole, counts=is_taken(whole[1], choice, machine)))
+                    self.plans.append(_Found(budget, *whole, counts=is_faster(whole[1], choice, machine.budget)))
                 return
 
     def _search_below(self, trace: Trace, machine: Machine, us: float) -> PlanResult:

@@ -27,6 +27,7 @@ from ..storage.pinned_pool import cap_nbytes
 from ..storage.spill_file import PAGE, available_nbytes, is_ram, mount_description, spill_folder, unnamed_file
 from ..system.device import CPU, memory_nbytes, unused_nbytes
 from ..system.measurement_cache import cache_folder
+from ..system.page_pool import why_not
 from ..system.private_names import TESTED
 from .output import new_file, say, write
 
@@ -115,9 +116,11 @@ def _processor() -> Iterator[Finding]:
     memory = f"{mb(memory_nbytes(CPU))}, {mb(unused_nbytes(CPU))} free"
     preload = os.environ.get("LD_PRELOAD", "")
     yield Finding(OK, "memory", memory)
-    other = (
-        "the budget is kept with glibc's allocator; others may hold freed memory back" if "malloc" in preload else ""
+    reason = why_not()
+    yield Finding(
+        SLOW if reason else OK, "pages", "freed ones go to the system" if reason else "kept in a pool", reason
     )
+    other = "it may hold freed blocks below 128 KiB back" if "malloc" in preload else ""
     yield Finding(SLOW if other else OK, "allocator", preload or "glibc", other)
 
 

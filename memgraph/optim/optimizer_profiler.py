@@ -25,7 +25,7 @@ from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..guards.signature import kernel_modes
 from ..profile.memory_meter import measure_peak, resident_bytes
-from ..system.device import CPU, keeping_freed_memory
+from ..system.device import CPU
 from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
@@ -201,8 +201,7 @@ class OptimizerProfiler:
         clone = self._clone((kind,))
         step = partial(type(clone).step, clone)
         step()
-        with keeping_freed_memory():
-            return shortest_us(step, kind.device, flush_caches(kind.device))
+        return shortest_us(step, kind.device, flush_caches(kind.device))
 
     def _measure_workspace(self, kinds: Sequence[ParameterKind]) -> int:
         measured = self._fake_nbytes(kinds) or self._real_nbytes(kinds)

@@ -6,8 +6,7 @@ plan   ->   rewritten graph   ->   compiled segments   ->   two halves, slots in
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import fx, nn
@@ -15,19 +14,17 @@ from torch import fx, nn
 from passes import Machine, PlanResult, Stream
 
 from ..graph.draws.host_draws import draws_on_host
-from ..graph.halves.buffer_reuse import dead_memory
 from ..graph.halves.partition import Partition, partition
 from ..graph.rewrite import rewrite
 from ..optim.offloaded_update import OffloadedStates
 from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_parameters
 from ..options.compile_options import CompileOptions
-from ..profile.page_faults import page_faults_us
 from ..report.report import Report
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
 from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
-from ..system.device import return_freed_memory
+from ..system.page_pool import hold, why_not
 from .lowering.lowering import NotLowered, lowering_of
 from .optimizer_state import OptimizerState
 from .pricing import op_profiler
@@ -41,15 +38,10 @@ class AssembledStep:
     parts: StepParts
     report: Report
     lowering: NotLowered
-    reused: Mapping[str, str] = field(default_factory=dict)
 
-    def stated(self, resident_nbytes: int) -> Report:
-        """Return the report at the prices of the lowered step, with the page faults to come; `resident_nbytes` of the
-        module and its optimizer are on the device."""
-        machine = self.report.machine
-        choice = self.lowering.restated(self.report.choice, machine)
-        pages_us = page_faults_us(choice.forecast, machine, self.reused, resident_nbytes)
-        return replace(self.report, choice=choice, pages_us=pages_us)
+    def stated(self) -> Report:
+        """Return the report at the prices of the lowered step."""
+        return replace(self.report, choice=self.lowering.restated(self.report.choice, self.report.machine))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +76,6 @@ class Assembly:
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
         slots = tier_slots(graph, captured)
         tier = open_tier(target.device, [slot.nbytes for slot in slots], options.spill_dir, options.pinned)
-        if result.plan and target.device.type == "cpu":
-            return_freed_memory()
         recording = self._recording(step, graph, result, machine.budget)
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
@@ -93,10 +83,10 @@ class Assembly:
             op_by_op=lowering.op_by_op_nbytes(result.forecast), split=split or lowering.split,
             value_run=captured.value_run_nbytes, slices=captured.slices,
             whole=captured.whole_nbytes, row_blocks=captured.row_blocks, whole_weights=captured.whole_weights,
+            no_pool=self._hold_pages(machine, result),
         )  # fmt: skip
-        reused = dead_memory(graph, result.forecast) if graph is planned else {}
         parts = replace(
-            StepParts.of(captured, partition(graph, captured.graph, captured.floats, reused), trace, tier),
+            StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
             state_slots=self._state_slots(step, graph, result, slots),
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,
@@ -106,16 +96,20 @@ class Assembly:
             generators=drawn_generators(captured.graph, target.device),
             draws_on_host=draws_on_host(captured.graph.graph),
         )
-        return AssembledStep(parts, report, lowering, reused)
+        return AssembledStep(parts, report, lowering)
 
     def _shared(
         self, step: StepGraph, machine: Machine, result: PlanResult, began: float, halves: Partition
     ) -> AssembledStep:
         """Return the parts of a step without slots in the tier, whose code it shares with other lengths."""
-        if result.plan and step.target.device.type == "cpu":
-            return_freed_memory()
         counted, traced = self.options.optimizer is not None, step.traced
-        report = Report(machine, result, planned_us=(time.perf_counter() - began) * 1e6, counted=counted)
+        report = Report(
+            machine,
+            result,
+            planned_us=(time.perf_counter() - began) * 1e6,
+            counted=counted,
+            no_pool=self._hold_pages(machine, result),
+        )
         parts = replace(
             StepParts.of(step.captured, halves, result.forecast.trace),
             trained=step.trained.parameters,
@@ -123,6 +117,13 @@ class Assembly:
             draws_on_host=draws_on_host(traced.graph.graph),
         )
         return AssembledStep(parts, report, NotLowered(step.graph, result.forecast.trace))
+
+    def _hold_pages(self, machine: Machine, result: PlanResult) -> str:
+        """Keep the pages of freed tensors for a step with a plan, up to the budget; return why they can't be kept."""
+        if machine.device != "cpu" or not result.plan:
+            return ""
+        hold(self.module, machine.budget)
+        return why_not()
 
     def _recording(self, step: StepGraph, graph: fx.Graph, result: PlanResult, budget: int) -> Recording:
         if step.target.recorder is None:

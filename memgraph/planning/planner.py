@@ -170,7 +170,7 @@ class Planner:
         assembled = self.assemble(graph, planned.machine, result, planned.began)
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
-        report = replace(assembled.stated(self.state.resident_nbytes()), adding=accumulated.needed)
+        report = replace(assembled.stated(), adding=accumulated.needed)
         assemble = partial(self.assemble, replace(graph, later=None))
         replan = Replanner(self.options, assemble, result.captured.trace, assembled.lowering, self.state.update)
         # Ranks measure different times, and would choose different plans.

@@ -23,7 +23,8 @@ from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
 from ..profile.measuring_room import batch_nbytes, rates_room, room_nbytes
 from ..profile.op_profiler import OpProfiler, kernel_modes_text
-from ..system.device import return_freed_memory, unused_nbytes
+from ..system.device import unused_nbytes
+from ..system.page_pool import hold
 from .accumulated_step import with_remaining_grads
 from .lengths.nearby_times import scaled_times
 from .lowering.lowering import lowering_of
@@ -41,7 +42,6 @@ class Pricing:
         until: when planning has to end, in seconds of `time.monotonic`.
         nearby: the priced trace of the same ops with another length, for times.
         for_any_budget: True to measure what only a plan needs although the step fits the budget of the options.
-        keeps_pages: True to leave the allocator as it is, for a step that may never run.
     """
 
     module: nn.Module
@@ -51,7 +51,6 @@ class Pricing:
     until: float = math.inf
     nearby: Trace | None = None
     for_any_budget: bool = False
-    keeps_pages: bool = False
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
         """Return the priced trace and the machine; ranks that plan together get the same.
@@ -62,8 +61,6 @@ class Pricing:
         target, ranks = step.target, step.ranks
         machine = Machine(ranks.least_budget(target.budget), str(target.device))
         plain = step.summarize()
-        if target.device.type == "cpu" and not self.keeps_pages and self._needs_plan(plain, machine, target.budget):
-            return_freed_memory()  # so that ops are timed as in a step that needs a plan
         machine = ranks.with_network(machine)
         with ranks.reporting_errors():
             libraries_nbytes(target.device)  # loads them before anything is measured
@@ -71,6 +68,8 @@ class Pricing:
             times = self._needs_plan(plain, machine, machine.budget) or step.lowers or ranks.plan_together
             times = times and not self._scales(step)
             profiler = op_profiler(step.inputs, self.state, target, self.until, times, self.progress)
+            if target.device.type == "cpu" and self._needs_plan(plain, machine, target.budget):
+                hold(profiler, target.budget)  # while it lives: ops are timed as in a step that needs a plan
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
         if self._needs_plan(trace, machine, machine.budget):

@@ -13,7 +13,6 @@ correct_fakes         correct fake tensors where real kernels return another lay
 library_workspaces    workspaces of cuBLAS
 link_bandwidth        bandwidth to disk or host, by copy size
 copy_overhead         time that compute loses to copies
-page_faults           time of page faults
 machine_profile       all links of a device, as a passes.Machine
 memory_meter          bytes that a function allocates
 step_timer            time of each op inside a step

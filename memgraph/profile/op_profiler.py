@@ -36,7 +36,7 @@ from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, Price
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
-from ..system.device import block_nbytes, keeping_freed_memory, release_cached, returns_freed_memory
+from ..system.device import block_nbytes, release_cached
 from ..system.measurement_cache import read_all_cached, read_cached, write_all_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
@@ -211,7 +211,7 @@ def is_view(node: fx.Node) -> bool:
 
 def kernel_modes_text() -> str:
     """Return all settings of the process that select kernels or allocators."""
-    return f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
+    return f"{kernel_modes()}{torch.get_default_dtype()}"
 
 
 def op_key(node: fx.Node, modes: str = "") -> str:
@@ -351,7 +351,5 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         workspace = block_nbytes(max(0, allocated.peak - nbytes), device)
         del result, results
-        with keeping_freed_memory() if timer else nullcontext():
-            us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
-            del run, args, kwargs  # here, so that their memory is returned too
+        us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
         return OpCost(Cost(round(us, 1), workspace), layouts, is_timed=is_long or timer is not None)

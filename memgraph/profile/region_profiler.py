@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from ..graph.halves.direct_calls import DirectCode
 from ..graph.inductor import Segment
 from ..graph.result_layout import ResultLayout, layout, layout_in_storage
-from ..system.device import block_nbytes, keeping_freed_memory, release_cached
+from ..system.device import block_nbytes, release_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import ENOUGH_US, REPEATS, flush_caches, timed_us
 from .generated_arguments import randomize, tensor_in_storage
@@ -87,15 +87,14 @@ class RegionProfiler:
         """Return the least times of a few runs, compiled and op by op in turn; none holds what it frees."""
         least, spent, flush = [math.inf, math.inf], 0.0, flush_caches(device)
         ways: list[Callable[[list[Tensor]], object]] = [run.boxed, _apart(run)]
-        with keeping_freed_memory():
-            for _ in range(REPEATS):
-                for i, way in enumerate(ways):
-                    given = self._inputs(reads, freed, True)
-                    flush()
-                    least[i] = min(least[i], us := timed_us(partial(way, given), device)[1])
-                    spent += us
-                if spent >= 2 * ENOUGH_US:
-                    break
+        for _ in range(REPEATS):
+            for i, way in enumerate(ways):
+                given = self._inputs(reads, freed, True)
+                flush()
+                least[i] = min(least[i], us := timed_us(partial(way, given), device)[1])
+                spent += us
+            if spent >= 2 * ENOUGH_US:
+                break
         return least[0], least[1]
 
     def _measured(

@@ -26,10 +26,9 @@ def compiled_lines(report: ReportData) -> list[str]:
     failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
     if not count:
         return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
-    pages = ", without new pages" * bool(report.pages_us)
     said = (
         f"compiled: {count} segment{'s' * (count > 1)}: {ms(report.lowered.us)} with {'them' if count > 1 else 'it'}, "
-        f"{ms(report.apart_us)} with their ops one by one{pages}{failed}"
+        f"{ms(report.apart_us)} with their ops one by one{failed}"
     )
     return [said, *_regions(report.lowered.trace, report.split)]
 

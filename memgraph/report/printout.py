@@ -215,9 +215,8 @@ def _exchanged(report: ReportData) -> list[str]:
 def _taken(report: ReportData) -> list[str]:
     """Compare measured times with forecasts: the first timed step, and the median of recent ones."""
     lines = []
-    if report.pages_us:
-        without = f"without them it is {ms(report.forecast.us)}, {report.overhead:+.1%}"
-        lines.append(f"of that {ms(report.pages_us)} are for new pages; {without}")
+    if report.no_pool:
+        lines.append(f"freed memory goes back to the system, and new pages take time: {report.no_pool}")
     if report.measured_us is not None:
         repriced = report.repriced_us
         own = "" if repriced is None else f"; forecast with the times of its own ops {ms(repriced)}"

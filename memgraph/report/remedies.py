@@ -61,6 +61,6 @@ def _cast(report: ReportData) -> Plan:
 
 
 def _gained(report: ReportData, forecast: Forecast, option: str) -> Iterator[str]:
-    us, plain_us = forecast.us + report.pages_us, report.as_it_is_us
+    us, plain_us = forecast.us, report.as_it_is_us
     if us < report.predicted_us - WORTH * plain_us:
         yield f"{option}: {ms(us)}, {us / plain_us - 1:+.1%}"

@@ -74,9 +74,8 @@ class ReportData:
         recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
             without the time between the two; None while there are fewer.
         expected_us: forecast of those steps in microseconds; set together with `recent_us`.
-        pages_us: microseconds that page faults add to the step and `forecast` leaves out.
-        plain_us: microseconds of eager's step by the prices that ops had before any step ran. Later prices contain page
-            faults, which only a plan brings. 0 if the prices of `choice` are those.
+        plain_us: microseconds of eager's step by the prices that ops had before any step ran. 0 if the
+            prices of `choice` are those.
         planned_us: microseconds of capture, pricing and planning.
         counted: True if an optimizer was given, so that its states are part of the forecast.
         beyond: reason why the measured step exceeded its forecast, if it did.
@@ -103,6 +102,7 @@ class ReportData:
         row_blocks: weights that come in blocks of rows.
         whole_weights: large weights that stay whole, where blocks of rows were looked for.
         value_run: bytes that the plain forward allocated, once, to find them.
+        no_pool: on a CPU, why the process has no pool of pages for this plan; empty if it has one, or needs none.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
 
@@ -113,7 +113,6 @@ class ReportData:
     repriced_us: float | None = None
     recent_us: float | None = None
     expected_us: float = 0.0
-    pages_us: float = 0.0
     plain_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
@@ -138,6 +137,7 @@ class ReportData:
     row_blocks: tuple[RowBlocks, ...] = ()
     whole_weights: tuple[WholeWeight, ...] = ()
     value_run: int = 0
+    no_pool: str = ""
     unmeasured: str = ""
 
     @property
@@ -148,17 +148,17 @@ class ReportData:
 
     @property
     def predicted_us(self) -> float:
-        """Forecast of a step in microseconds, page faults included, before any step has run."""
-        return self.forecast.us + self.pages_us
+        """Forecast of a step in microseconds, before any step has run."""
+        return self.forecast.us
 
     @property
     def as_it_is_us(self) -> float:
-        """Microseconds of eager's step: without a plan, in a process that keeps freed memory."""
+        """Microseconds of eager's step: without a plan."""
         return self.plain_us or self.choice.captured.us
 
     @property
     def longer(self) -> float:
-        """Forecast of the time added to eager's step, page faults included: 0.1 is 10 %."""
+        """Forecast of the time added to eager's step: 0.1 is 10 %."""
         return self.predicted_us / self.as_it_is_us - 1 if self.as_it_is_us else 0.0
 
     @property

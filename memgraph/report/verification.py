@@ -52,7 +52,6 @@ class Verification:
     Attributes:
         budget, peak: bytes. plain_us, us: microseconds of the step without decisions, and with them.
         bound: of the class of this plan.
-        pages_us: microseconds for new pages that the file says come on top, as `memgraph plan` shows them.
     """
 
     budget: int
@@ -60,7 +59,6 @@ class Verification:
     plain_us: float
     us: float
     bound: Derived
-    pages_us: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -73,8 +71,7 @@ class Verification:
 
     def __rich__(self) -> RenderableType:
         fits = "fits" if self.peak <= self.budget else "does not fit"
-        pages = f", without {ms(self.pages_us)} for new pages" if self.pages_us else ""
-        taken = f"by simulation of the {ms(self.us)} that it takes{pages}"
+        taken = f"by simulation of the {ms(self.us)} that it takes"
         lines = [f"{fits}: {self.peak} of {self.budget} bytes, {taken}"]
         return unstyled("\n".join([*lines, *self._bound_lines()]))
 
@@ -103,9 +100,7 @@ def verify(saved: SavedPlan) -> Verification:
     except (BrokenTrace, KeyError, ValueError) as error:
         raise PlanError(f"the saved plan can't be verified: {type(error).__name__}: {error}; {REPLAN}") from error
     peak, us = result.forecast.peak, result.forecast.us
-    pages = saved.facts.get("pages_us", 0.0)
-    pages_us = pages if isinstance(pages, float) else 0.0
-    return Verification(saved.machine.budget, peak, result.captured.us, us, bound, pages_us)
+    return Verification(saved.machine.budget, peak, result.captured.us, us, bound)
 
 
 def _derived(saved: SavedPlan, plans: str) -> Derived:

@@ -16,12 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
-from passes import Forecast, predict
-from passes.schedule.buffer_reuse import with_buffer_reuse
-
 from ..errors import MemgraphError
 from ..graph.captured import Output
-from ..graph.halves.buffer_reuse import reused_memory
 from ..guards.signature import has_hooks, in_process_group
 from ..profile.memory_meter import resident_bytes
 from ..report.report import Report
@@ -195,17 +191,11 @@ class BackwardPass:
         forecast, nbytes = self.report.forecast, self._unused_gradients_nbytes()
         if self.keep:
             said = "backward(retain_graph=True) keeps all that forward saved"
-            self._warn_over(self._retained_nbytes(forecast), said, "each forward has one backward")
+            self._warn_over(forecast.retained, said, "each forward has one backward")
         if nbytes:
             self.run.unplanned = "new gradients were made beside existing ones"
             said = "torch.autograd.grad and backward(inputs=...) make gradients beside the existing ones"
             self._warn_over(forecast.peak + nbytes, said, "no gradients exist when forward begins")
-
-    def _retained_nbytes(self, forecast: Forecast) -> int:
-        """Return the peak with all that forward saved, and with dead values that ops of backward write into."""
-        backward = self.run.halves.backward
-        reused = reused_memory(backward.graph) if backward is not None else {}
-        return predict(with_buffer_reuse(forecast.trace, reused), forecast.machine).retained
 
     def _warn_over(self, nbytes: int, said: str, unless: str) -> None:
         budget = self.report.budget

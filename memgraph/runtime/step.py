@@ -289,7 +289,7 @@ class Step:
     def forecast_us(self) -> float:
         """Forecast microseconds of forward and backward."""
         updates = self.parts.fused_update is not None
-        return forward_backward_us(self.report.forecast, updates) + self.report.pages_us
+        return forward_backward_us(self.report.forecast, updates)
 
     @property
     def current_report(self) -> Report:

@@ -1,7 +1,7 @@
 """Memory of a device, and of this process.
 
     memory_nbytes(cpu), unused_nbytes(cpu)    ->   67 GB in all, 41 GB free
-    return_freed_memory()                     ->   freed tensors go back to the system at once
+    return_freed_memory()                     ->   freed blocks go back to the system at once
 
 The memory of a CPU is the machine's RAM, or the limit of the process's control group.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,12 +19,9 @@ import torch
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
-KEPT = 32 << 20  # the same while ops are priced: the most that glibc accepts, and adapts to in eager
 CPU = torch.device("cpu")
 HEADROOM = 1 << 30  # bytes of a GPU
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds up to a multiple
-
-_returns = False
 
 
 def memory_nbytes(device: torch.device) -> int:
@@ -115,34 +112,14 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return freed tensors to the system, so that the process's memory follows the live bytes.
+    """Make glibc return freed blocks to the system, so that the process's memory follows the live bytes.
 
     This lasts until the process ends, and slows down every op that allocates.
     """
-    global _returns
-    _returns = _return_from(RETURNED) or _returns
-
-
-def returns_freed_memory() -> bool:
-    """Return True if `return_freed_memory` was called, so that earlier times of ops are no longer valid."""
-    return _returns
-
-
-@contextmanager
-def keeping_freed_memory() -> Iterator[None]:
-    """Keep freed blocks below KEPT bytes in the process while ops are timed.
-
-    Times are then those of eager, and do not depend on the gaps between other blocks.
-    """
-    if not _returns:
-        yield
-        return
-    _return_from(KEPT)
-    try:
-        yield
-    finally:
-        _return_from(RETURNED)
-        trim_freed_memory()  # kept blocks may be below blocks that are still live
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, RETURNED)
+        mallopt(TRIM_THRESHOLD, RETURNED)
 
 
 def trim_freed_memory() -> None:
@@ -150,16 +127,6 @@ def trim_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _return_from(nbytes: int) -> bool:
-    """Return freed blocks from this size on to the system; False if the C library can't."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    mallopt(MMAP_THRESHOLD, nbytes)
-    mallopt(TRIM_THRESHOLD, 2 * nbytes if nbytes == KEPT else nbytes)
-    return True
 
 
 def _control_group() -> list[int]:

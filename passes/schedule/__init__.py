@@ -5,6 +5,5 @@ schedule           placement -> plan
 recompute_order    ops to recompute before an op of backward
 copy_timing        when copies begin and end
 streamed_values    when streamed state is on the device
-buffer_reuse       write results into the memory of dead values
 staying            keep a reloaded value until its next use
 """

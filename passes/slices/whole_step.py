@@ -32,8 +32,7 @@ def has_room(whole: Trace, machine: Machine) -> bool:
 def needs_none(sliced: PlanResult) -> bool:
     """Return True if the step fits in slices as it is, so that nothing may be faster.
 
-    It takes slices alone. A plan of the whole would take copies or recomputations, and on a CPU new pages: a process
-    gives freed memory back once a step needs a plan.
+    It takes slices alone. A plan of the whole would take copies or recomputations.
     """
     return not sliced.plan
 
@@ -46,13 +45,9 @@ def whole_plan(sliced: PlanResult, whole: Trace, machine: Machine, search: Searc
     return search(whole, machine, enough_us)
 
 
-def is_faster(whole: PlanResult, sliced: PlanResult, budget: int, pages_us: float = 0.0) -> bool:
-    """Return True if the plan of the whole counts. It rounds as eager does, so it need not be faster.
-
-    Args:
-        pages_us: time by which the whole takes longer for new pages, which forecasts leave out.
-    """
-    return whole.forecast.peak <= budget and whole.forecast.us + pages_us <= sliced.forecast.us
+def is_faster(whole: PlanResult, sliced: PlanResult, budget: int) -> bool:
+    """Return True if the plan of the whole counts. It rounds as eager does, so it need not be faster."""
+    return whole.forecast.peak <= budget and whole.forecast.us <= sliced.forecast.us
 
 
 def among(chosen: PlanResult, other: PlanResult) -> PlanResult:

@@ -33,12 +33,10 @@ from ..inductor import expand_segments
 from ..nodes import all_storages, is_sum, named_placeholder, returned_values, storages, written_inputs
 from ..ops import accumulate
 from ..summarize import PURE_WHEN_RERUN
-from .buffer_reuse import reuse_buffers, undo_reuse
 from .direct_calls import DirectCode
 from .term_layouts import term_strides
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
-NOTHING: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +52,11 @@ class Partition:
     written: tuple[int, ...] = ()  # positions, among what is saved, of what backward writes to
 
 
-def partition(
-    graph: fx.Graph, root: torch.nn.Module, floats: Sequence[NumberNode] = (), reused: Mapping[str, str] = NOTHING
-) -> Partition:
+def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[NumberNode] = ()) -> Partition:
     """Partition a joint graph by `meta["phase"]`.
 
     Args:
         floats: those that both modules take.
-        reused: the dead value into whose memory an op writes, by the op's name.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
@@ -73,12 +68,12 @@ def partition(
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
     first = [node for node in inputs if node not in given]
-    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late, floats, reused)
+    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late, floats)
     if not gradients and not late:
         return Partition(forward, None)
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
-    backward = _module(graph, root, saved, gradients, late.__contains__, floats, reused, given)
+    backward = _module(graph, root, saved, gradients, late.__contains__, floats, given)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     caller_values = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     changed = all_storages(source for node in late for source in written_inputs(node))
@@ -103,7 +98,6 @@ def _module(
     outputs: Iterable[fx.Node],
     belongs: Callable[[fx.Node], bool],
     floats: Sequence[NumberNode],
-    reused: Mapping[str, str],
     last: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
     """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs`, `floats` and the `last` inputs to
@@ -126,7 +120,6 @@ def _module(
             if float_placeholders:
                 _read_placeholders(env[node], float_placeholders)
     part.output(tuple(env[node] for node in outputs))
-    reuse_buffers(part, reused)
     return fx.GraphModule(root, part)
 
 
@@ -145,7 +138,6 @@ def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collectio
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.set_codegen(type(half.graph._codegen)())
     graph.output(graph.graph_copy(half.graph, copies))
-    undo_reuse(graph)  # what an op writes into may be dropped
     expand_segments(graph)  # some of a segment's ops may be dropped
     dropped = _unused_nodes(graph, tangents, {tangents[i] for i in unused})
     reading = [node for node in graph.nodes if node.op == "call_function" and node not in dropped]

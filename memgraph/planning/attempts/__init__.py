@@ -11,6 +11,5 @@ from .attempts import Attempts as Attempts
 from .graph_planner import GraphPlanner as GraphPlanner
 from .graph_planner import Planned as Planned
 from .graph_planner import Refused as Refused
-from .graph_planner import is_taken as is_taken
 from .priced_attempts import PricedAttempts as PricedAttempts
 from .priced_attempts import PricedStep as PricedStep

@@ -19,7 +19,6 @@ from passes.slices.whole_step import among, is_faster, needs_none, whole_plan
 
 from ...errors import PlanError
 from ...options.compile_options import CompileOptions
-from ...profile.page_faults import page_faults_us
 from ..accumulated_step import AccumulatedStep
 from ..later_step import LaterStep
 from ..optimizer_state import OptimizerState
@@ -99,7 +98,7 @@ class GraphPlanner:
         pricing = Pricing(self.module, self.options, self.state, self.progress, until, call.nearby)
         for_scalars = with_scalars_only(call, graph)
         search = PlanSearch(self.options, self.progress, until, is_last=for_scalars is None)
-        later = LaterStep(graph, replace(pricing, keeps_pages=True), search)
+        later = LaterStep(graph, pricing, search)
         if earlier is None or not self.state.keeps_captures:  # otherwise nothing has run
             resident_nbytes = self.state.resident_nbytes()
             refuse_value_run(call, graph, resident_nbytes, partial(_needed_nbytes, pricing, search, later))
@@ -142,7 +141,7 @@ class GraphPlanner:
             LOG.warning("interrupted: the step runs in slices, and may be faster without; interrupt again to stop")
             return sliced
         planned = Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began)
-        return _faster(planned, sliced, self.state.resident_nbytes())
+        return _faster(planned, sliced)
 
 
 def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budget: int) -> int:
@@ -161,15 +160,9 @@ def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budge
     return max(budget, later.needed_nbytes())
 
 
-def _faster(whole: Planned, sliced: Planned, resident_nbytes: int) -> Planned:
-    if not is_taken(whole.result, sliced.result, whole.machine, resident_nbytes):
+def _faster(whole: Planned, sliced: Planned) -> Planned:
+    if not is_faster(whole.result, sliced.result, whole.machine.budget):
         fits = whole.result.forecast.peak <= whole.machine.budget
         return replace(sliced, result=among(sliced.result, whole.result), other=whole if fits else None)
     LOG.info("whole %s, in slices %s: the step stays whole", whole.result.forecast, sliced.result.forecast)
     return replace(whole, result=among(whole.result, sliced.result), other=sliced)
-
-
-def is_taken(whole: PlanResult, sliced: PlanResult, machine: Machine, resident_nbytes: int | None = None) -> bool:
-    """Return True if the plan of the whole is taken: new pages count, as in reports."""
-    pages_us = [page_faults_us(result.forecast, machine, {}, resident_nbytes) for result in (whole, sliced)]
-    return is_faster(whole, sliced, machine.budget, pages_us[0] - pages_us[1])

@@ -47,7 +47,6 @@ def _figures(report: ReportData) -> Columns:
         "peak": report.peak,
         "measured": report.measured,
         "us": report.forecast.us,
-        "pages_us": report.pages_us,
         "measured_us": report.measured_us,
         "as_it_is": {"us": report.as_it_is_us, "captured_us": plain.us, "peak": plain.peak},
         "bound_us": 0.0 if choice.greedy else choice.lower_bound,

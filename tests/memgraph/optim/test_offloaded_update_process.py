@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.limit import data_nbytes
-from memgraph.system.device import return_freed_memory
+from memgraph.system.device import trim_freed_memory
 from tests.support.streamed_state import loss, streamed, streams
 
 LAYERS, WIDTH, BUDGET = 28, 1024, 30_000_000
@@ -46,14 +46,14 @@ def run_child(name: str) -> subprocess.CompletedProcess[str]:
 def child(name: str) -> None:
     """Three steps and an evaluation under the limit, after those that plan and bring everything home."""
     Run(name, WIDTH // 2, 12_000_000).step()  # code, threads, plans and the disk's speed are there from now on
-    return_freed_memory()
+    trim_freed_memory()
     base, limit = anonymous(), data_nbytes() + BUDGET + SLACK
     run = Run(name, WIDTH, BUDGET)
     if name == "streamed":
         for _ in range(3):  # at the third call the step may be planned again
             run.step()
         run.evaluate()
-        return_freed_memory()
+        trim_freed_memory()
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     most = 0
     for _ in range(3):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.graph.halves.buffer_reuse import FUNCTIONAL
 from memgraph.planning import replan
 from memgraph.planning.measured_prices import reprice, with_measured_times
 from memgraph.planning.replan import replanned
@@ -32,7 +31,6 @@ from memgraph.storage import io_threads
 from memgraph.storage.async_copy import copy_rates
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.system import measurement_cache
-from memgraph.system.device import return_freed_memory
 from passes import BudgetError, Machine, Op, PlanResult, Recompute, Trace, apply, predict
 from passes.pipeline import make_plan
 from passes.simulate.forecast import update_nbytes
@@ -81,14 +79,13 @@ def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """Compiles a module whose ops take what TRUE says, with the given prices in the cache."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
     monkeypatch.setattr(op_profiler, "_known", {})
-    return_freed_memory()  # as under the budgets below: prices are kept for steps that run like this
     memgraph.plan(net(), x, budget=1 << 30, loss=loss)
     run = Clock.run
 
     def as_it_were(clock: Clock, half: fx.GraphModule, values: list[Tensor]) -> Any:
         results = run(clock, half, values)
         ops = (node for node in half.graph.nodes if node.op == "call_function")
-        names = {node.name: str(node.meta.get(FUNCTIONAL, (node.target,))[0]) for node in ops}
+        names = {node.name: str(node.target) for node in ops}
         clock.ops |= {name: TRUE.get(names[name], 5.0) for name in clock.ops if name in names}
         return results
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile import op_profiler
-from memgraph.system.device import return_freed_memory
 
 RUNS: list[int] = []  # elements of each run
 WAIT_S = {"each run": 0.0}
@@ -71,7 +70,6 @@ def test_a_first_run_that_only_waits_is_no_measure_of_its_op(monkeypatch: pytest
 
 def test_a_long_run_is_not_repeated_when_its_time_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "LONG_US", 0.0)
-    return_freed_memory()  # as under all budgets of the sweep: prices are kept for steps that run like this
     model, x = Counting(), torch.randn(32, 24)
     memgraph.plan(model, x, budget="1GB")  # fits: no time is needed
     memgraph.sweep(model, x)

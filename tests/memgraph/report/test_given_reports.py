@@ -68,7 +68,7 @@ def test_a_plan_for_reuse_is_a_text_or_a_path() -> None:
 @pytest.mark.parametrize("value", [10**400, -(10**400), 2**63])
 def test_a_number_that_no_step_has_is_refused(value: int) -> None:
     facts = json.loads(planned().to_json())
-    for part, name in (("machine", "budget"), ("facts", "measured"), ("facts", "pages_us")):
+    for part, name in (("machine", "budget"), ("facts", "measured"), ("facts", "measured_us")):
         changed = {**facts, part: {**facts[part], name: value}}
         with pytest.raises(memgraph.PlanError):
             memgraph.Report.from_json(_sealed(changed))

@@ -62,9 +62,3 @@ def test_a_plan_that_costs_little_needs_no_advice() -> None:
     fast = replace(SLOW, link=Link(out=100_000.0, back=100_000.0))
     assert remedies(planned(fast, OFFLOADED)) == []
     assert remedies(planned(SLOW, "")) == []
-
-
-def test_new_pages_are_part_of_the_figures() -> None:
-    tight = replace(SLOW, budget=32_000_000)
-    assert told(tight, "recompute h: before dv", pages_us=1000.0) == "budget=32.9 MB: needs no plan, 4.7 ms\n"
-    assert "on a disk twice as fast: 5.7 ms" in told(SLOW, OFFLOADED, pages_us=1000.0)

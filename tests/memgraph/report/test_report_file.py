@@ -30,7 +30,7 @@ def planned(**facts: Any) -> memgraph.Report:
     "facts",
     [
         {},
-        {"measured": 29_000_000, "measured_us": 5200.0, "repriced_us": 5100.0, "pages_us": 100.0},
+        {"measured": 29_000_000, "measured_us": 5200.0, "repriced_us": 5100.0},
         {"measured": 34_000_000, "beyond": "the loop held the outputs of 2 steps", "counted": False},
         {"unmeasured": "a profiler ran", "forwards": 2, "together": 31_000_000, "adding": 40_000_000},
         {"assumptions": (Assumption("x < 3", "net.py:4", 1),), "opaque": (OpaqueRow("a.b", "GRU", 8, "loops", 0),)},
@@ -72,7 +72,7 @@ def test_the_report_of_a_step_that_ran_is_read_without_its_model() -> None:
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("measured", "many"), ("measured", True), ("pages_us", float("inf")), ("counted", 1), ("plan", 3),
+        ("measured", "many"), ("measured", True), ("counted", 1), ("plan", 3),
         ("surprise", 1), ("assumptions", 7), ("assumptions", [{"text": "x"}]), ("lowered", ["nonsense"]),
     ],
 )  # fmt: skip

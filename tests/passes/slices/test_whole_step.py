@@ -68,9 +68,9 @@ whole 70 us, at least 69.5, gap 0.7%: captured, prove, optimize
     )
 
 
-def test_new_pages_count_and_a_step_that_fits_in_slices_is_taken() -> None:
+def test_the_faster_of_both_is_taken_and_a_step_that_fits_in_slices() -> None:
     whole = make_plan(WHOLE, TIGHT)
-    assert is_faster(whole, sliced(70.0), TIGHT.budget) and not is_faster(whole, sliced(70.0), TIGHT.budget, 0.5)
+    assert is_faster(whole, sliced(70.0), TIGHT.budget) and not is_faster(whole, sliced(69.5), TIGHT.budget)
     assert not is_faster(whole, sliced(90.0), TIGHT.budget - 100)
     assert needs_none(sliced(70.0)) and not needs_none(whole)
 

@@ -38,14 +38,9 @@ function legends() {
 function figures() {
   const { plan, stop } = state,
     other = stop && stop.plan === null ? stop : null;
-  const us = other ? other.us : plan.us + plan.pages_us,
+  const us = other ? other.us : plan.us,
     bound = other ? other.lower_bound : plan.bound_us;
   const longer = percent(us / plan.as_it_is.us - 1);
-  const pages = !plan.pages_us
-    ? " on the step as it is"
-    : other
-      ? ", without new pages"
-      : `; new pages ${ms(plan.pages_us)}`;
   const shown = [
     [
       "Forecast peak",
@@ -54,7 +49,7 @@ function figures() {
     ],
     ["Measured peak", other || plan.measured === null ? "not yet" : mb(plan.measured), ""],
     ["Budget", mb(other ? other.budget : plan.budget), ""],
-    ["Step, forecast", us === null ? "no plan" : ms(us), us === null || !plan.as_it_is.us ? "" : longer + pages],
+    ["Step, forecast", us === null ? "no plan" : ms(us), us === null || !plan.as_it_is.us ? "" : `${longer} on the step as it is`],
     [
       "Step, measured",
       other || plan.measured_us === null ? "not yet" : ms(plan.measured_us),
