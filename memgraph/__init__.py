@@ -99,7 +99,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers, Lightning or Inductor when it is asked for."""
+    """Import what needs transformers, Lightning or Inductor, or reads files, when it is asked for."""
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError as error:
+            raise AttributeError("memgraph was not installed, so it has no version: pip install .") from error
     if name == "MemoryBudget":
         from .integrations.trainer import MemoryBudget
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import distributed, nn
 
 import memgraph
 
@@ -17,6 +18,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CALLS: dict[str, Callable[..., Any]] = {"compile": memgraph.compile, "plan": memgraph.plan, "sweep": memgraph.sweep}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 def read(path: str) -> str:
@@ -46,6 +54,24 @@ def test_the_script_of_a_first_hour_runs(
     assert compiled.plan.measured <= compiled.plan.peak <= compiled.plan.budget
     assert "2000000 bytes are allowed" in error
     assert (tmp_path / "run.pt").is_file()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_snippets_of_the_readme_run_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    x, y = torch.randn(4, 8), torch.randn(4, 1)
+    seen: dict[str, Any] = {"net": nn.Linear(8, 1), "loss_fn": nn.functional.mse_loss, "batches": [(x, y)], "x": x, "y": y}
+    run = [block for block in blocks("README.md") if "..." not in re.sub("#.*", "", block)]  # a list of calls is none
+    for block in run:
+        exec(compile(block.replace("8GB", "1GB"), "README.md", "exec"), seen)
+    assert len(run) == 3
+    assert (tmp_path / "run.pt").is_file() and (tmp_path / "plan.html").is_file()
+    assert seen["report"].peak > 0 and isinstance(seen["model"], memgraph.CompiledModule)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE)[1] == memgraph.__version__  # type: ignore[index]
 
 
 def test_every_option_is_told_with_its_default() -> None:

@@ -52,6 +52,9 @@ class CompiledModule(ModuleProxy):
         self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None, "_trained": lambda: None}
         self.__dict__["_outputs"] = planner.options.outputs
 
+    def __repr__(self) -> str:
+        return f"CompiledModule({self._module!r}, budget={self._planner.options.budget!r})"
+
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
         self._refuse_incomplete_parameters("a copy")

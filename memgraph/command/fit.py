@@ -174,5 +174,5 @@ class _Sized:
 
     def _result(self, report: Report, sought: str = "", found: Largest | None = None) -> FitResult:
         count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
-        given = (self.described.title, count, self.given, self.fitting.profile)
+        given = (self.described.title, count, self.given, self.fitting.profile, self.fitting.budget)
         return FitResult(report, *given, sought, found)

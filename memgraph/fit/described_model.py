@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..guards.module_proxy import WithLoss
+from ..system.user_warning import warn_user
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -129,8 +130,14 @@ def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
     """
     import transformers
 
-    known = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
+    names = list(getattr(config, "architectures", None) or ())
+    known = [getattr(transformers, each, None) for each in names]
     named = next((each for each in known if each is not None and "CausalLM" in each.__name__), None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name!r} is a {config.model_type}, an encoder with a decoder, which is called with the inputs of both; "
+            "write a factory that returns the model and its arguments, and give FILE:FACTORY"
+        )
     try:
         with torch.device("meta"):
             if named is not None:
@@ -144,4 +151,9 @@ def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
             f"{name!r} is a {config.model_type}, which has no causal language model; write a factory that returns the "
             "model and its arguments, and give FILE:FACTORY"
         ) from None
+    if names and type(made).__name__ not in names:
+        warn_user(
+            f"{name} is the configuration of {' and '.join(names)}, and what is planned is {type(made).__name__}, "
+            "called with labels: a factory, FILE:FACTORY, plans the other"
+        )
     return made.train()

@@ -24,6 +24,7 @@ from ..system.device import CUDA_BLOCK
 FOLDER = Path(__file__).parent / "profiles"
 KINDS = {"cpu": "disk", "cuda": "host"}  # with the tier of each
 PER_US = 1e-6  # of a second
+CONTEXT = 500_000_000  # bytes of a GPU that CUDA takes before any tensor, at least
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class DeviceProfile:
     def block(self) -> int:
         """Bytes that a storage's size is rounded up to."""
         return CUDA_BLOCK if self.kind == "cuda" else 1
+
+    @property
+    def held(self) -> int:
+        """Bytes that torch's allocator may hold of a GPU; 0 for a CPU, whose memory the system gives out."""
+        return self.memory - CONTEXT if self.kind == "cuda" else 0
 
     def rates(self, dtype: torch.dtype) -> Rates:
         """Return the rates of ops on values of a dtype; of one without a figure, those of float32."""

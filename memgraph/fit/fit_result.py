@@ -29,6 +29,7 @@ COUNTED_NOT = {
     "cpu": ("workspaces of kernels other than convolutions", "the interpreter and its libraries"),
 }
 UNTRIED = 'blocks need slices="auto" unless their bits are those of the whole there, which is tried on the device only'
+SLOW = 1.0  # of the time of the step as it is, from which on a warning says what the plan adds
 TIMES = "times are from peak rates, so they are lower limits"
 
 
@@ -40,6 +41,7 @@ class FitResult:
         title: what the model is.
         parameters: the number of them.
         sizes: the batch and the tokens of the call; empty for a factory that takes none.
+        asked: the budget that was asked for; that of the report is lower where torch's allocator holds more.
         sought: "batch" or "seq", if the largest was asked for.
     """
 
@@ -48,6 +50,7 @@ class FitResult:
     parameters: int
     sizes: dict[str, int]
     profile: DeviceProfile
+    asked: int
     sought: str = ""
     largest: Largest | None = None
 
@@ -69,6 +72,7 @@ class FitResult:
             "device": self.profile.name,
             "budget": self.report.budget,
             "peak": forecast.peak,
+            "held": self._on_card,
             "us": forecast.us,
             "as_it_is": {"peak": captured.peak, "us": captured.us},
             "at_the_peak": {kind: int(rows[forecast.total.argmax()]) for kind, rows in forecast.by_kind.items()},
@@ -84,7 +88,30 @@ class FitResult:
         head = f"{self.title}, {self.parameters / 1e6:.1f}M parameters; {', '.join([*sizes, device])}"
         left_out = f"not counted: {'; '.join(self.not_counted)}; {TIMES}"
         tried = [UNTRIED] if self.report.row_blocks else []
-        return stacked(head, *self._largest(), self.report, "", *tried, left_out)
+        return stacked(head, *self._largest(), *self._held(), *self._slow(), self.report, "", *tried, left_out)
+
+    @property
+    def _on_card(self) -> int | None:
+        return self.report.on_card if self.profile.kind == "cuda" else None
+
+    def _held(self) -> list[str]:
+        """Say what the device will hold, which decides whether it fits."""
+        if self._on_card is None:
+            return []
+        said = f"torch's allocator would hold {mb(self._on_card)} of the {mb(self.profile.memory)} that the device has"
+        if self.report.budget < self.asked:
+            said += f"; with a budget of {mb(self.asked)} that would be too much, so {mb(self.report.budget)} are planned for"
+        return [said]
+
+    def _slow(self) -> list[str]:
+        """Say that a step fits for the price of one that takes more than twice as long."""
+        if self.report.overhead <= SLOW:
+            return []
+        return [
+            f"warning: it fits for {1 + self.report.overhead:.1f} times the time that the step takes as it is, which "
+            f"needs {mb(self.report.whole or self.report.choice.captured.peak)}: a smaller batch, or a larger device, "
+            "may train faster"
+        ]
 
     def _largest(self) -> list[str]:
         if self.largest is None:

@@ -37,6 +37,7 @@ from .fake_update import FakeUpdate, fake_update
 from .profile_prices import ProfilePrices, in_blocks
 
 USUAL_S = 4.0  # of planning
+LOWERED = 5  # budgets that are tried, each lower by what the allocator would hold too much
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class FittedStep:
     """A step, priced for a device that is not here.
 
     Attributes:
+        memory: bytes of a GPU that torch's allocator may hold; 0 where it does not matter.
         blocks: weights that come in blocks of rows.
         finer: the same step with more weights in blocks, and in smaller ones, if it can be made.
     """
@@ -51,13 +53,15 @@ class FittedStep:
     trace: Trace
     machine: Machine
     counted: bool
+    memory: int = 0
     blocks: tuple[RowBlocks, ...] = ()
     finer: Finer | None = None
 
     def plan(self, seconds: float | None = None) -> Report:
         """Return the plan of all passes, made in about so many seconds, with weights in blocks where it takes these.
 
-        By default these are few, and more while nothing fits that could.
+        By default these are few, and more while nothing fits that could.  The budget is lowered until torch's allocator
+        would hold no more than the device has.
 
         Raises:
             BudgetError: none fits.
@@ -73,13 +77,29 @@ class FittedStep:
         if proven_nbytes(self.trace, self.machine) > self.machine.budget:
             return False
         try:
-            return bool(make_plan(self.trace, self.machine, FITTING[:1]).forecast.peak)
+            return bool(self._held(lambda step: step._report(make_plan(step.trace, step.machine, FITTING[:1]))).peak)
         except BudgetError:
             return False
 
+    def _held(self, planned: Callable[[FittedStep], Report]) -> Report:
+        """Return a plan that torch's allocator holds within the memory of the device."""
+        budget, held = self.machine.budget, 0
+        for _ in range(LOWERED):
+            try:
+                report = planned(replace(self, machine=replace(self.machine, budget=budget)))
+            except BudgetError as error:
+                if not held:
+                    raise
+                raise BudgetError(_beyond(held, self.memory, str(error)), self.machine.budget, held) from None
+            held = report.on_card if self.memory else 0
+            if held <= self.memory:
+                return report
+            budget = report.peak - (held - self.memory)
+        raise BudgetError(_beyond(held, self.memory), self.machine.budget, held)
+
     def _or_finer(self, planned: Callable[[FittedStep], Report]) -> Report:
         try:
-            return planned(self)
+            return self._held(planned)
         except BudgetError as error:
             finer = self.finer and self.finer.step
             if not finer:
@@ -105,6 +125,14 @@ class FittedStep:
         return Report(self.machine, result, counted=self.counted, row_blocks=self.blocks)
 
 
+def _beyond(held: int, memory: int, refused: str = "") -> str:
+    said = (
+        f"torch's allocator would hold {held} bytes, by simulation, and the device has {memory} for it: take a smaller "
+        "batch, or expandable segments and a budget that leaves room (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+    )
+    return f"{said}.\nWith a budget so much smaller nothing fits: {refused}" if refused else said
+
+
 class Finer:
     """A step that is made when it is asked for."""
 
@@ -125,6 +153,7 @@ class Fitting:
 
     def __init__(self, profile: DeviceProfile, budget: int) -> None:
         self.profile, self.budget, self.prices = profile, budget, ProfilePrices(profile)
+        self.fused = profile.kind == "cuda"
         self._known: tuple[torch.optim.Optimizer, FakeUpdate] | None = None
 
     def __call__(self, call: ModelCall) -> FittedStep:
@@ -135,7 +164,7 @@ class Fitting:
             UpdateError: the optimizer can't step on tensors without values.
         """
         with planning(CPU):
-            return self._priced(call, captured_graph(call, self.budget), 0)
+            return self._priced(call, captured_graph(call, self.budget, fused=self.fused), 0)
 
     def _priced(self, call: ModelCall, graph: StepGraph, level: int) -> FittedStep:
         model, optimizer, profile = call.module, call.optimizer, self.profile
@@ -145,18 +174,18 @@ class Fitting:
         rows = graph.captured.row_blocks
         if optimizer is None:
             machine = replace(machine, streaming=Streaming(machine.link.works))
-            return FittedStep(trace, machine, False, rows, finer if machine.link.works else None)
+            return FittedStep(trace, machine, False, profile.held, rows, finer if machine.link.works else None)
         update = self._update(optimizer)
         trace = _with_update(trace, graph, model, update, self.prices)
         if not machine.link.works or update.window is None:
-            return FittedStep(trace, machine, counted=True)
+            return FittedStep(trace, machine, True, profile.held)
         machine = replace(machine, streaming=Streaming(True, window=update.window))
-        return FittedStep(with_windows(trace, update.window) if rows else trace, machine, True, rows, finer)
+        return FittedStep(with_windows(trace, update.window) if rows else trace, machine, True, profile.held, rows, finer)
 
     def _in_blocks(self, call: ModelCall, known: Captured, level: int) -> FittedStep | None:
         """Return the step with weights in blocks; None if none can be cut further."""
         with planning(CPU):
-            graph = captured_graph(call, self.budget, known=known.unsliced, level=level)
+            graph = captured_graph(call, self.budget, known=known.unsliced, level=level, fused=self.fused)
             if graph.captured.blocks in ({}, known.blocks):
                 return None
             return self._priced(call, graph, level)

@@ -162,7 +162,7 @@ class AttributeWalk:
         names = tuple(name for name in attributes if name not in IGNORED and (id(module), name) not in self.ignored)
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
         self._keep(read(attributes))
-        self._check(lambda: (len(attributes), *map(id, read(attributes))))
+        self._check(lambda: (type(module), len(attributes), *map(id, read(attributes))))
         self.tokens += [IdentityKey(type(module)), names]
         for name in (*STATE, *HOOKS):
             self.describe_state(attributes.get(name), by_identity=name in HOOKS)
@@ -199,6 +199,7 @@ class AttributeWalk:
             self._describe_container(thing, depth)
         attributes, slots = getattr(thing, "__dict__", None), _slots(kind)
         if isinstance(attributes, dict):
+            self._check(lambda: type(thing))  # it can be assigned, as that of a module can
             self._describe_mapping(attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset())
         if slots:
             self._check(lambda: [id(getattr(thing, name, None)) for name in slots])

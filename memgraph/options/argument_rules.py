@@ -23,7 +23,7 @@ from torch import Tensor, nn, optim
 
 from ..report.saved_plan import SavedPlan
 from ..storage.pinned_pool import PINNED
-from ..system.byte_sizes import BUDGET
+from ..system.byte_sizes import BUDGET, shortened
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ def one_of(*choices: object, advice: str = "") -> Rule:
     return Rule(kinds, advice or f"give one of {', '.join(map(repr, choices))}", choices.__contains__)
 
 
+def count(of: str, instead: str) -> Rule:
+    """Return the rule of an argument that counts something which the device holds, so that its bytes are a number."""
+    return Rule((int,), f"give the number of {of}, {instead}, at most {MOST}", lambda number: 0 < number <= MOST)
+
+
+MOST = 1 << 20
 FLAG = Rule((bool,), "give True or False")
 COMPILE_RULES: Mapping[str, Rule] = {
     "model": Rule((nn.Module,), "memgraph compiles a torch.nn.Module"),
@@ -72,16 +78,12 @@ COMPILE_RULES: Mapping[str, Rule] = {
         lambda seconds: seconds >= 0,
     ),
     "wire_dtype": Rule((torch.dtype, NoneType), "give torch.bfloat16, or None for no cast"),
-    "microbatches": Rule((int,), "give the number of parts of a batch, 1 for the whole", lambda count: count > 0),
+    "microbatches": count("parts of a batch", "1 for the whole"),
     "reduction": one_of(
         "mean", "sum", None, advice='give "mean", "sum", or None if the loss is that of the whole batch'
     ),
     "accumulate": Rule((bool, NoneType), "give True or False, or None to be warned if it does not fit"),
-    "forwards": Rule(
-        (int,),
-        "give the number of forwards that are open at once, 1 if each has its backward before the next",
-        lambda count: count > 0,
-    ),
+    "forwards": count("forwards that are open at once", "1 if each has its backward before the next"),
     "fuse_update": FLAG,
     "host_update": FLAG,
     "lower": one_of("auto", "inductor", None),
@@ -95,7 +97,7 @@ COMPILE_RULES: Mapping[str, Rule] = {
     ),
     "slices": Rule(
         (str, Mapping, NoneType),
-        'give "auto", a mapping of submodules\' paths to numbers of parts, 2 or more, as {"lm_head": 16}, or None',
+        f'give "auto", a mapping of submodules\' paths to numbers of parts, 2 to {MOST}, as {{"lm_head": 16}}, or None',
         lambda asked: asked == "auto" if isinstance(asked, str) else all(map(_is_parts, asked.items())),
     ),
 }
@@ -147,14 +149,14 @@ def check_argument(name: str, given: object, rules: Mapping[str, Rule] = COMPILE
     if not values or isinstance(given, rule.excluded):
         raise TypeError(f"{name} is {_described(given)}; {rule.advice}")
     if values[0] is not None and not rule.accepts(values[0]):
-        raise ValueError(f"{name}={given!r}; {rule.advice}")
+        raise ValueError(f"{name}={shortened(given)}; {rule.advice}")
     return values[0]
 
 
 def _is_parts(pair: tuple[object, object]) -> bool:
     """Return True for the path of a submodule and its number of parts."""
     path, parts = pair
-    return isinstance(path, str) and isinstance(parts, Integral) and not isinstance(parts, bool) and int(parts) > 1
+    return isinstance(path, str) and any(1 < number <= MOST for number in _as(int, parts))
 
 
 def _is_name(path: str | PathLike[str]) -> bool:
@@ -187,6 +189,6 @@ def _described(given: object) -> str:
         return "None"
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    shown = f", {given!r}" if isinstance(given, str | bytes | Number | np.generic | torch.dtype) else ""
+    shown = f", {shortened(given)}" if isinstance(given, str | bytes | Number | np.generic | torch.dtype) else ""
     name = type(given).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{shown}"

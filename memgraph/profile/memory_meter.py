@@ -34,6 +34,7 @@ from ..tensors.pytree import flatten, tensors_of
 T = TypeVar("T")
 Block = tuple[int, int]  # address, and bytes allocated (> 0) or freed (< 0)
 ERROR = 2  # a level of torch's C++ log
+KINETO_ERROR, SILENT = 4, 99  # levels of its profiler's log: what it is set to at its first start, and above all
 GIVEN, TAKEN_BACK = -1, -2  # addresses that no block has
 FREED = "memgraph freed "  # prefix of an event's name; the rest is the number of given bytes that were freed
 
@@ -134,9 +135,16 @@ class CpuMeter:
             self._complete = False
             yield
             return
-        with _quiet(), (profiler := profile(use_kineto=True, profile_memory=True)):
-            yield
-            complete = _profiler_enabled()  # False if the code inside ran its own profiler
+        profiler, complete = profile(use_kineto=True, profile_memory=True), False
+        with _without_warnings():
+            with _quiet():
+                profiler.__enter__()
+            try:
+                yield
+            finally:
+                complete = _profiler_enabled()  # False if the code inside ran its own profiler
+                with _quiet():
+                    profiler.__exit__(None, None, None)
         results = profiler.kineto_results
         if not complete or results is None:
             self._complete = False
@@ -191,23 +199,28 @@ class CudaMeter:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler's log off stderr, unless a level is set. The profiler reads the level at its first start."""
-    with _without_warnings():
-        if "KINETO_LOG_LEVEL" in os.environ:
-            yield
-            return
-        os.environ["KINETO_LOG_LEVEL"] = "99"
-        try:
-            yield
-        finally:
-            os.environ.pop("KINETO_LOG_LEVEL", None)
+    """Keep the lines of a profiler's start or stop off stderr, unless the caller has set a level for them.
+
+    The first start reads the variable, and takes back what was set before; each later one asks the level.
+    """
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    level = _level("libtorch_cpu.so", "_ZN9libkineto6Logger14severityLevel_E")
+    before, level.value = level.value, SILENT
+    os.environ["KINETO_LOG_LEVEL"] = str(SILENT)
+    try:
+        yield
+    finally:
+        os.environ.pop("KINETO_LOG_LEVEL", None)
+        level.value = before or KINETO_ERROR  # torch's, from its first start on
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Suppress warnings of torch's C++ log about older blocks, unless a level is set."""
-    level = _log_level()
-    if level is None or level.value >= ERROR or "TORCH_CPP_LOG_LEVEL" in os.environ:
+    level = _level("libc10.so", "FLAGS_caffe2_log_level")
+    if level.value >= ERROR or "TORCH_CPP_LOG_LEVEL" in os.environ:
         yield
         return
     before, level.value = level.value, ERROR
@@ -218,13 +231,12 @@ def _without_warnings() -> Iterator[None]:
 
 
 @cache
-def _log_level() -> ctypes.c_int | None:
-    """Return the level of torch's C++ log; None if torch was built with another log."""
+def _level(library: str, name: str) -> ctypes.c_int:
+    """Return a level of a log in torch's libraries; one that nobody reads if torch was built with another log."""
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library)), name)
     except (OSError, ValueError):
-        return None
+        return ctypes.c_int(ERROR)
 
 
 def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:

@@ -100,6 +100,9 @@ class Sweep:
         knee = None if self.knee is None else self.knee.budget
         return json.dumps({**asdict(self), "knee": knee, "points": points}, indent=1)
 
+    def __repr__(self) -> str:
+        return f"<Sweep: {len(self.points)} budgets, the smallest {mb_above(self.smallest)}>"
+
     def __str__(self) -> str:
         return printed(self)
 

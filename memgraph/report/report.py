@@ -23,7 +23,7 @@ from .chrome_trace import chrome_trace
 from .given_reports import require_report, written_file
 from .page.page import page
 from .plan_diff import PlanDiff, changes
-from .printout import printout
+from .printout import printout, verdict
 from .report_data import ReportData
 from .report_file import read_report, write_report
 from .saved_plan import SavedPlan, without_prices
@@ -138,6 +138,9 @@ class Report(ReportData):
         written = written_file(path)
         written.write_text(page(self, sweep, beside), encoding="utf-8", newline="\n")
         return written
+
+    def __repr__(self) -> str:
+        return f"<Report: {verdict(self).splitlines()[0]}; {len(self.plan)} decisions>"
 
     def __str__(self) -> str:
         return printed(self)

@@ -195,6 +195,12 @@ class ReportData:
         return held(self.forecast, expandable)
 
     @property
+    def on_card(self) -> int:
+        """Bytes of a GPU that torch's allocator would hold with the step's inputs, by that simulation."""
+        usual = self.allocator()
+        return self.peak + usual.reserved - usual.live
+
+    @property
     def overhead(self) -> float:
         """Time that the plan adds, as a share of the step without decisions: 0.1 is 10 %."""
         return self.choice.overhead

@@ -43,6 +43,7 @@ from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
 from .given_reports import require_text
+from .tables import mb
 
 FORMAT = 5
 LARGEST = 2.0**63  # no bytes and no times in a file are as large
@@ -86,6 +87,9 @@ class SavedPlan:
     slices: tuple[Slice, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     proofs: BoundProofs = NO_PROOFS
+
+    def __repr__(self) -> str:
+        return f"<SavedPlan: {len(self.plan)} decisions at {len(self.step.ops)} ops, forecast {mb(self.peak)}>"
 
     @cached_property
     def bare_step(self) -> Trace:

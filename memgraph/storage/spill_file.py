@@ -33,8 +33,12 @@ class SpillError(MemgraphError):
 def spill_folder(folder: Folder = None) -> Path:
     """Return `folder`; without one, the first of the temporary folder and /var/tmp that is not RAM."""
     chosen = Path(tempfile.gettempdir() if folder is None else folder)
-    if not chosen.is_dir():
-        raise SpillError(f"activations cannot go to {chosen}: it is not a folder; name one with spill_dir=")
+    try:
+        why_not = "" if chosen.is_dir() else "it is not a folder"
+    except OSError as error:  # of a name that is too long
+        why_not = os.strerror(error.errno or 0)
+    if why_not:
+        raise SpillError(f"activations cannot go to {chosen}: {why_not}; name one with spill_dir=")
     lasting = Path("/var/tmp")
     if folder is None and is_ram(chosen) and os.access(lasting, os.W_OK) and not is_ram(lasting):
         return lasting

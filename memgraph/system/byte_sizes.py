@@ -26,6 +26,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+SHOWN = 100  # characters
 WHOLE = "bytes are whole, and a share is at most 1"
 
 
@@ -71,7 +72,7 @@ def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRe
 
 def nbytes_within(given: str | int | float, available: int, where: str, asked: BudgetRequest = BUDGET) -> int:
     """Return the bytes that an argument stands for, of the `available` ones of a device; errors as `asked_nbytes`."""
-    said = f"{asked.name}={given!r}"
+    said = f"{asked.name}={shortened(given)}"
     if isinstance(given, float):
         nbytes = _fraction(given, said, available, asked)
     else:
@@ -83,6 +84,11 @@ def nbytes_within(given: str | int | float, available: int, where: str, asked: B
             f"{said} is {nbytes} bytes, but {where} has {available}; give at most that, or {asked.otherwise}"
         )
     return nbytes
+
+
+def shortened(given: object) -> str:
+    """Return an argument as an error shows it: a saved plan in the wrong place has a million characters."""
+    return text if len(text := repr(given)) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _fraction(share: float, said: str, available: int, asked: BudgetRequest) -> int:

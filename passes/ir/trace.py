@@ -159,6 +159,9 @@ class Trace:
         read = self.held_by(name for op in later for name in op.reads)
         return {made.name: made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read}
 
+    def __repr__(self) -> str:
+        return f"<Trace: {len(self.ops)} ops>"  # its text is `str`, of a line for each
+
     def __str__(self) -> str:
         lines, phase = [], ""
         for op in self.ops:

@@ -10,6 +10,7 @@ import pytest
 
 import memgraph
 from memgraph.command.app import main
+from memgraph.fit.device_profile import FOLDER
 
 FACTORY = """
 import torch
@@ -150,3 +151,21 @@ def test_doctor_writes_the_profile_of_this_machine(
     capsys.readouterr()
     assert main(["fit", f"{factory}:setup", "--device", str(file), "--budget", "50MB", "--json"]) == 0
     assert _found(capsys)["device"] == "cpu"
+
+
+def test_what_the_device_holds_is_said_and_decides(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["fit", f"{factory}:setup", "--device", "l4", "--batch", "256"]
+    assert main([*given, "--json"]) == 0
+    assert (found := _found(capsys))["held"] > found["peak"]
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    assert "torch's allocator would hold " in text and "MB that the device has" in text and "warning" not in text
+
+
+def test_a_step_that_takes_twice_as_long_is_no_fit_without_a_word(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = json.loads((FOLDER / "l4.json").read_text())
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps({**device, "libraries": 0, "link": {"out": 1e6, "back": 1e6}}))
+    given = ["fit", f"{factory}:setup", "--device", str(slow), "--batch", "256", "--time-limit", "5"]
+    assert main([*given, "--budget", "2MB"]) == 0
+    assert "warning: it fits for " in " ".join(capsys.readouterr().out.split())

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memgraph
 from memgraph.errors import CaptureError
 from memgraph.fit.described_model import ModelCall, config_model
-from memgraph.fit.device_profile import DeviceProfile, read_profile
+from memgraph.fit.device_profile import CONTEXT, DeviceProfile, read_profile
 from memgraph.fit.fitted_step import FittedStep, Fitting
 from memgraph.fit.other_sizes import guessed_trace
 from passes import BudgetError, predict
@@ -122,3 +123,60 @@ def test_configurations_that_have_no_language_model_are_refused(tmp_path: Any) -
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"a vit, which has no causal language model.*FILE:FACTORY"):
         config_model(str(tmp_path), torch.float32, "adamw")
+
+
+def _gpu(held: int) -> DeviceProfile:
+    """Return an H100 whose memory leaves so many bytes for torch's allocator."""
+    return replace(read_profile("h100"), memory=held + CONTEXT, libraries=0)
+
+
+def test_a_plan_fits_where_torchs_allocator_holds_no_more_than_the_device_has() -> None:
+    budget = _fitted(_gpu(10**10)).smallest_plan().peak
+    asked = _fitted(_gpu(10**10), budget=budget).smallest_plan()
+    assert asked.on_card > asked.peak == budget
+    memory = asked.on_card - 1_000_000
+    lowered = _fitted(_gpu(memory), budget=budget).smallest_plan()
+    assert lowered.on_card <= memory and lowered.budget < budget and lowered.plan
+    for plan in (FittedStep.smallest_plan, FittedStep.plan):
+        with pytest.raises(BudgetError, match=r"torch's allocator would hold \d+ bytes, by simulation") as error:
+            plan(_fitted(_gpu(1_000_000), budget=budget))
+        assert error.value.smallest > 1_000_000
+    assert not _fitted(_gpu(1_000_000), budget=budget).is_likely_to_fit()
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float, takes: str) -> None:
+        super().__init__()
+        self.inputs, self.dropout, self.takes = nn.Linear(64, 192), dropout, takes
+        self.layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+        self.layer.self_attn.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes == "layer":
+            return self.layer(x).square().mean()
+        q, k, v = self.inputs(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        if self.takes == "position":
+            return F.scaled_dot_product_attention(q, k, v, None, self.dropout, True).mean()
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True).mean()
+
+
+@pytest.mark.parametrize("takes", ["name", "position", "layer"])
+def test_attention_with_dropout_is_one_op_on_a_gpu(takes: str) -> None:
+    x = torch.empty(2, 256, 64, device="meta")
+    with torch.device("meta"):
+        plain, dropped = Attends(0.0, takes), Attends(0.1, takes)
+    on_gpu = [Fitting(_gpu(10**10), 10**9)(ModelCall(model, (x,))).trace for model in (plain, dropped)]
+    assert on_gpu[0] == on_gpu[1]
+    on_cpu = Fitting(CPU, 10**9)(ModelCall(dropped, (x,))).trace
+    assert any("softmax" in op.fn for op in on_cpu.ops)
+
+
+def test_an_encoder_with_a_decoder_is_refused_and_another_class_than_the_configurations_is_named(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in ("whisper", "bart", "t5"):
+        with pytest.raises(ValueError, match=f"a {kind}, an encoder with a decoder.*FILE:FACTORY"):
+            config_model(kind, torch.float32, "adamw")
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.BertConfig(**small, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    with pytest.warns(RuntimeWarning, match="of BertForMaskedLM, and what is planned is BertLMHeadModel"):
+        assert config_model(str(tmp_path), torch.float32, "adamw").title.startswith("BertLMHeadModel of ")

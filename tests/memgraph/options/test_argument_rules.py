@@ -19,6 +19,7 @@ from torch import nn
 import memgraph
 from memgraph.options.argument_rules import COMPILE_RULES, SHARDED_RULES, check_argument
 from memgraph.options.compile_options import FIRST_CALL_S, LEAST_S
+from memgraph.system.byte_sizes import shortened
 from tests.support.models import batch, net
 
 WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]
@@ -52,13 +53,13 @@ NO_SUCH: dict[str, list[Any]] = {
     "budgets": [[], ()],
     "spill_dir": [""],
     "time_limit": [-1, -0.001, math.nan, -math.inf, -(10**400)],
-    "microbatches": [0, -1, np.int64(-3)],
-    "forwards": [0, -1],
+    "microbatches": [0, -1, np.int64(-3), 10**39],
+    "forwards": [0, -1, (1 << 20) + 1, 2**63, 10**39],
     "reduction": ["max", "", "Mean"],
     "lower": ["triton", "", "Inductor"],
     "cuda_graphs": ["yes", "", "True"],
     "opaque": [[1], [None]],
-    "slices": ["yes", "", "Auto", {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, {"head": None}],
+    "slices": ["yes", "", "Auto", {"head": 1}, {"head": True}, {"head": 2.0}, {3: 2}, {"head": None}, {"head": 10**39}],
 }
 WRONG_OF_SHARDS: dict[str, list[Any]] = {
     "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), nn.ModuleList(), "weight"],
@@ -99,7 +100,7 @@ def test_what_is_of_a_wrong_type_is_refused_in_the_same_words_everywhere(name: s
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_SUCH.items() for value in values])
 def test_what_makes_no_sense_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
-    assert said(name, value) == {(ValueError, f"{name}={value!r}; {COMPILE_RULES[name].advice}")}
+    assert said(name, value) == {(ValueError, f"{name}={shortened(value)}; {COMPILE_RULES[name].advice}")}
 
 
 def test_the_table_is_of_all_arguments() -> None:
@@ -164,3 +165,9 @@ def test_several_plans_may_be_given() -> None:
     several: list[Any] = [[plan, plan.to_json()], (plan, plan)]
     for given in several:
         assert memgraph.compile(net(), plan=given)._planner.options.plans == (plan, plan)
+
+
+def test_a_long_argument_is_shown_by_its_beginning() -> None:
+    for name in ("budget", "optimizer", "lower"):
+        ((_, text),) = said(name, "{" + 10_000 * "x")
+        assert len(text) < 400 and "'{xxx" in text and text.endswith(COMPILE_RULES[name].advice)

@@ -170,6 +170,28 @@ def test_it_is_silent_and_leaves_the_environment_alone() -> None:
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
 
 
+def lines_of_a_profiler(when: str) -> list[str]:
+    """Return the lines that torch's profiler prints for a caller's run ("c"), and for measurements ("m"), in order."""
+    script = """
+import sys, torch
+from memgraph.profile.memory_meter import measure_peak
+for each in sys.argv[1]:
+    if each == "m":
+        assert measure_peak(lambda: torch.zeros(3))[1] is not None
+        continue
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        torch.zeros(3)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
+    run = subprocess.run([sys.executable, "-c", script, when], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [line.rpartition("] ")[2] for line in run.stderr.splitlines() if line.startswith("USDT")]
+
+
+def test_a_measurement_adds_no_line_to_those_of_the_callers_profiler_and_takes_none() -> None:
+    assert lines_of_a_profiler("mcmc") == 2 * lines_of_a_profiler("c")
+
+
 def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 1000, 1000
 
@@ -204,10 +226,11 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
 def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_words_are_heard() -> None:
     script = """
 import torch
-from memgraph.profile.memory_meter import _log_level, measure_peak
-before, held = _log_level().value, [torch.ones(1000)]
+from memgraph.profile.memory_meter import _level, measure_peak
+level = _level("libc10.so", "FLAGS_caffe2_log_level")
+before, held = level.value, [torch.ones(1000)]
 measure_peak(held.clear)
-print(_log_level().value == before)
+print(level.value == before)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert run.stdout == "True\n"
