@@ -22,15 +22,13 @@ from .chunks import MicroBatch
 from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan
 from .rank_stages import Kind, Plans, RankStages
-from .ranks.stage_group import PLANNING, StageGroup
+from .ranks.stage_group import PLANNING, StageGroup, of_all_ranks
 from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
 from .stage_search import StageSearch
 from .state.stage_tensors import all_tensors
 from .whole_step import WholeStep
-
-NONE_FAILED = f"{PLANNING}: none failed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +54,9 @@ class MiniBatchPlanner:
         Raises:
             ValueError: the parameters lie so that the step can't be cut; on all ranks.
         """
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             stages = self.stages(first)
             plans = stages.searched(search)
-        self.group.check_agreement([NONE_FAILED])
         found = self.group.share(json.dumps(plans is not None).encode(), "exchange of plans")
         return self._plan(first, stages, plans) if plans is not None and all(map(json.loads, found)) else None
 
@@ -73,11 +70,10 @@ class MiniBatchPlanner:
             BudgetError: they don't; on all ranks. A new process finds them within the budgets that it names.
         """
         first = replace(first, given=first.given.smallest)
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             stages = self.stages(first)
             needed = stages.peak(stages.smallest)
             before = first.stages.peak(first.stages.smallest) if first.stages is not None else 0
-        self.group.check_agreement([NONE_FAILED])
         own = json.dumps([needed, before, search.is_late and not search.is_bounded])
         texts = self.group.share(own.encode(), "exchange of the smallest budgets")
         every, budgets = [json.loads(text) for text in texts], self.given.budgets
@@ -87,8 +83,8 @@ class MiniBatchPlanner:
             return planned
         if is_later:
             named = [max(budget, now, before) for budget, (now, before, _) in zip(budgets, every, strict=True)]
-            raise budgets_error(budgets, named, len(first.cut.begins), first.cut.begins)
-        raise budgets_error(budgets, [now for now, _, _ in every], len(first.cut.begins))
+            raise of_all_ranks(budgets_error(budgets, named, len(first.cut.begins), first.cut.begins))
+        raise of_all_ranks(budgets_error(budgets, [now for now, _, _ in every], len(first.cut.begins)))
 
     def stages(self, first: FirstCut) -> RankStages:
         """Return the stages of this rank in a cut, which are not planned yet."""

@@ -19,7 +19,7 @@ from .chunks import batch_nbytes
 from .cutter import Cutter
 from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan
-from .mini_batch_planner import NONE_FAILED, MiniBatchPlanner
+from .mini_batch_planner import MiniBatchPlanner
 from .ranks.stage_group import PLANNING, StageGroup
 from .stage_cut import StageCut
 from .stage_search import CUT_SHARE, StageSearch
@@ -48,7 +48,7 @@ class StagePlans:
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
         begin = time.monotonic()
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             nbytes = self._updates_nbytes(updates)
         planner = self._planner(
             StepCapture(self.module, self.group, self.given, nbytes, updates.replicas), args, kwargs, updates.lines()
@@ -89,13 +89,10 @@ class StagePlans:
         Raises:
             ValueError: there are too few places to cut, or `balance` has others; on all ranks.
         """
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             own = json.dumps(_found(cutter)) if self.group.rank == 0 else ""
-        self.group.check_agreement([NONE_FAILED])
         shared = self.group.share(own.encode(), "exchange of the cut")[0]
-        begins, chosen, refused = json.loads(of_first_pipeline(cutter.updates.replicas, shared))
-        if refused is not None:
-            raise ValueError(refused)
+        begins, chosen = json.loads(of_first_pipeline(cutter.updates.replicas, shared))
         return None if chosen is None else self._first_cut(cutter, begins, self.given.choosing(*chosen))
 
     def _first_cut(self, cutter: Cutter, begins: Sequence[int], given: PipelineArguments) -> FirstCut:
@@ -106,13 +103,10 @@ class StagePlans:
         return FirstCut(cut, owned, parameters, given, self._updates_nbytes(updates), updates.replicas)
 
 
-def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str | None]:
-    """Return where the stages begin; the schedule, or None; why no rank can cut the step."""
-    try:
-        found = cutter.cut()
-    except ValueError as error:
-        return [], None, str(error)
+def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None]:
+    """Return where the stages begin, and the schedule; None if no plans are found."""
+    found = cutter.cut()
     if found is None:
-        return [], None, None
+        return [], None
     begins, given = found
-    return begins, (given.schedule, given.stages_per_rank, given.delay), None
+    return begins, (given.schedule, given.stages_per_rank, given.delay)
