@@ -84,8 +84,9 @@ def best_cut(
     if len(budgets) > len(costs.borders) - 1:
         raise ValueError(
             f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}: each stage has "
-            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it; take "
-            "fewer stages, or let the model clone what it writes to"
+            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it, nor "
+            "among uses of a module whose buffers forward updates; take fewer stages, or let the model clone what it "
+            "writes to"
         )
     if plan is None and all(np.isposinf(budgets)):
         slowest, at = partition(costs.us[0], len(budgets))
