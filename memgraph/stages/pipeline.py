@@ -7,6 +7,7 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -35,7 +36,7 @@ from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .state.stage_checkpoint import StageCheckpoint
 from .state.stage_state_dict import full_state_dict, load_files, load_own, own_state_dict
-from .state.stage_tensors import give_memory, release_others, warn_unwritten
+from .state.stage_tensors import all_tensors, as_in_training, give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates, end_together, kept_states
 
 MEASURED = 2  # runs of each plan
@@ -311,15 +312,18 @@ class Pipeline:
         with self.group.together(PLANNING) as lines:
             kind, values = call_lines(args, kwargs)
             known = self._call_key(args, kwargs) in self._plans
-            if self._first is None and not torch.is_grad_enabled():
-                raise ValueError("the first step of a pipeline cuts it for training, and gradients are disabled here")
             self.given.divided(args, kwargs)
             modes = [*mode_lines(self.module), f"mini-batches like this one are planned: {known}"]
             lines += [*kind, *modes, *values]
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin = time.monotonic()
         self._agree(args, kwargs)
-        plan = self._plans.take(self._call_key(args, kwargs)) or self._planned(args, kwargs)
+        plan = self._plans.take(self._call_key(args, kwargs))
+        if plan is None:
+            grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # what is made here is trained later
+                plan = self._planned(args, kwargs, begin)
         self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
 
     def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -327,17 +331,32 @@ class Pipeline:
         owned = [*self.module.parameters(), *self.module.buffers()]
         return signature(self.module, owned, spec, leaves, self._attributes)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MiniBatchPlan:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> MiniBatchPlan:
         """Return the plan of this rank, once all ranks have one. It keeps the tensors of its own stage."""
-        plans, first = StagePlans(self.module, self.group, self.given), self._first
-        versions = give_memory(self.module)
-        if first is not None:
+        plans, planned = StagePlans(self.module, self.group, self.given, begin), None
+        if self._first is None:
+            planned = self._cut_first(plans, args, kwargs)
+        if planned is None:
+            give_memory(self.module)
             try:
-                return plans.later(args, kwargs, first)
+                planned = plans.later(args, kwargs, self._cut)
             finally:
                 release_others(self.module, self._kept)
+        return planned
+
+    def _cut_first(self, plans: StagePlans, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MiniBatchPlan | None:
+        """Cut the step; return its plan too, if it is one of training. The rank keeps the tensors of its own stage."""
+        versions = give_memory(self.module)
+        try:
+            if torch.is_grad_enabled():
+                self._first, planned = plans.first(args, kwargs, StageUpdates(self.module, self._make))
+            else:
+                with as_in_training(self.module):
+                    self._first, planned = plans.cut(args, kwargs, StageUpdates(self.module, self._make)), None
+        except BaseException:
+            release_others(self.module, all_tensors(self.module).keys() - versions.keys())  # it is as it was
+            raise
         self._versions |= versions
-        self._first, planned = plans.first(args, kwargs, StageUpdates(self.module, self._make))
         release_others(self.module, self._kept)
         self.group.beside = self._first.replicas
         if self._first.replicas is not None:

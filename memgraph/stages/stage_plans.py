@@ -7,7 +7,6 @@ later call: 7 rows in 4 micro-batches    ->    the cut between the same paramete
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,11 +29,12 @@ from .step_capture import StepCapture, of_first_pipeline, random_nbytes
 
 @dataclass(frozen=True, eq=False)
 class StagePlans:
-    """Plans the stage of this rank for mini-batches, together with all ranks."""
+    """Plans the stage of this rank for mini-batches, together with all ranks; `begin` is that of the call."""
 
     module: nn.Module
     group: StageGroup
     given: PipelineArguments
+    begin: float
 
     def first(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates
@@ -47,14 +47,7 @@ class StagePlans:
             BudgetError: no plan fits the budget of some rank; on all ranks.
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
-        begin = time.monotonic()
-        with self.group.together(PLANNING):
-            nbytes = self._updates_nbytes(updates)
-        planner = self._planner(
-            StepCapture(self.module, self.group, self.given, nbytes, updates.replicas), args, kwargs, updates.lines()
-        )
-        search = StageSearch.beginning(self.given.time_limit, begin)
-        cutter = Cutter(self.module, planner.steps[0], self.given, planner.nbytes, updates, search.of_share(CUT_SHARE))
+        planner, cutter, search = self._captured(args, kwargs, updates)
         cut = self._best_cut(cutter)
         planned = planner.searched(cut, search) if cut is not None else None
         if cut is None or planned is None:
@@ -62,13 +55,29 @@ class StagePlans:
             planned = planner.smallest(cut, search, is_later=False)
         return replace(cut, stages=planner.stages(replace(cut, given=cut.given.smallest))), planned
 
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates) -> FirstCut:
+        """Return the best cut alone, whether such a mini-batch fits or not; raises as `first`, but for a BudgetError."""
+        _, cutter, _ = self._captured(args, kwargs, updates)
+        return self._best_cut(cutter) or self._first_cut(cutter, *cutter.nominal_cut())
+
     def later(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstCut) -> MiniBatchPlan:
         """Return the plans for mini-batches like this one in the first cut; raises as `first`."""
-        begin, known = time.monotonic(), (first.cut.step.loss_output, first.cut.step.machine)
+        known = first.cut.step.loss_output, first.cut.step.machine
         capture = StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
         planner = self._planner(capture, args, kwargs)
-        search = StageSearch.beginning(self.given.time_limit, begin)
+        search = StageSearch.beginning(self.given.time_limit, self.begin)
         return planner.searched(first, search) or planner.smallest(first, search, is_later=True)
+
+    def _captured(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates
+    ) -> tuple[MiniBatchPlanner, Cutter, StageSearch]:
+        with self.group.together(PLANNING):
+            nbytes = self._updates_nbytes(updates)
+        capture = StepCapture(self.module, self.group, self.given, nbytes, updates.replicas)
+        planner = self._planner(capture, args, kwargs, updates.lines())
+        search = StageSearch.beginning(self.given.time_limit, self.begin)
+        share = search.of_share(CUT_SHARE)
+        return planner, Cutter(self.module, planner.steps[0], self.given, planner.nbytes, updates, share), search
 
     def _planner(
         self, capture: StepCapture, args: tuple[Any, ...], kwargs: dict[str, Any], lines: Iterable[str] = ()

@@ -7,6 +7,7 @@ last.weight, which only others read         ->   on the meta device, without byt
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,19 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         found.setdefault(name.rpartition(".")[0], []).append(name)
     return found
+
+
+@contextmanager
+def as_in_training(module: nn.Module) -> Iterator[None]:
+    """Let a module be in training mode, with gradients, whatever is evaluated."""
+    modes = {each: each.training for each in module.modules()}
+    try:
+        with torch.enable_grad():
+            module.train()
+            yield
+    finally:
+        for each, was in modes.items():
+            each.training = was
 
 
 def give_memory(module: nn.Module) -> dict[str, int]:
