@@ -51,12 +51,16 @@ class StagePlans:
         cut = self._best_cut(cutter)
         planned = planner.searched(cut, search) if cut is not None else None
         if cut is None or planned is None:
-            cut = self._first_cut(cutter, *cutter.nominal_cut())
-            planned = planner.smallest(cut, search, is_later=False)
+
+            def roomier(cut: FirstCut, needed: list[int]) -> FirstCut | None:
+                begins = cutter.roomier_cut(cut.cut.begins, needed)
+                return None if begins is None else self._first_cut(cutter, begins, cut.given)
+
+            cut, planned = planner.smallest(self._first_cut(cutter, *cutter.nominal_cut()), search, roomier)
         return replace(cut, stages=planner.stages(replace(cut, given=cut.given.smallest))), planned
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates) -> FirstCut:
-        """Return the best cut alone, whether such a mini-batch fits or not; raises as `first`, but for a BudgetError."""
+        """Return the best cut alone, whether such a mini-batch fits or not; raises as `first`, but no BudgetError."""
         _, cutter, _ = self._captured(args, kwargs, updates)
         return self._best_cut(cutter) or self._first_cut(cutter, *cutter.nominal_cut())
 
@@ -66,7 +70,7 @@ class StagePlans:
         capture = StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
         planner = self._planner(capture, args, kwargs)
         search = StageSearch.beginning(self.given.time_limit, self.begin)
-        return planner.searched(first, search) or planner.smallest(first, search, is_later=True)
+        return planner.searched(first, search) or planner.smallest(first, search, None)[1]
 
     def _captured(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates

@@ -113,8 +113,8 @@ class StageGroup:
     def ending_together(self) -> Iterator[None]:
         """End the group with any error that not all ranks raise, and raise the first one on all of them.
 
-        The rank that fails says so in the store and closes its connections. Each other rank sees that with its next sign
-        of life and closes its own, on which it waits.
+        The rank that fails says so in the store and closes its connections. Each other rank sees that with its next
+        sign of life, and closes its own, on which it waits.
 
         Raises:
             MemgraphError: the group has ended before.
