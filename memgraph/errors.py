@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 import passes
 
@@ -101,3 +101,26 @@ class BudgetError(passes.BudgetError, MemgraphError):
         budget: bytes that were allowed.
         smallest: a budget that works, also if gradients are accumulated.
     """
+
+
+class StagesBudgetError(BudgetError):
+    """No plan keeps the budgets of a pipeline's ranks.
+
+    Attributes:
+        budget: bytes that were allowed, for each rank.
+        smallest: budgets that work, for each rank, as `budget=` of a new pipeline takes them.
+        balance: where its stages have to begin then, if an earlier call has chosen that; else None.
+    """
+
+    budget: list[int]  # type: ignore[assignment]
+    smallest: list[int]  # type: ignore[assignment]
+
+    def __init__(
+        self, message: str, budget: Iterable[int], smallest: Iterable[int], balance: Iterable[int] | None = None
+    ) -> None:
+        super().__init__(message, 0, 0)
+        self.budget, self.smallest = [*budget], [*smallest]
+        self.balance = None if balance is None else [*balance]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.budget, self.smallest, self.balance)

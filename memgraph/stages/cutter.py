@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from torch import nn
 
 import passes
-from passes.stages.cut import Stage, balanced_cut, best_cut
+from passes.stages.cut import Stage, balanced_cut, best_cut, roomier_cut
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.timeline import StageTimes
 
@@ -61,6 +61,20 @@ class Cutter:
         cutter = replace(self, given=self.given.candidates[0][-1], step=self.step.nominal)
         return list(cutter._unlimited.begins), cutter.given
 
+    def roomier_cut(self, begins: Sequence[int], needed: Sequence[int]) -> list[int] | None:
+        """Return another cut for nominal prices, for ranks that need so many bytes in that one; None if there is none.
+
+        Raises nothing, and gives the same on all ranks.
+        """
+        cutter = replace(self, given=self.given.candidates[0][-1], step=self.step.nominal)
+        if self.given.balance is not None:
+            return None
+        parts = cutter.given.stages_per_rank
+        of_stages = [nbytes / parts for nbytes in needed] * parts
+        budgets = cutter.given.stage_budgets(1 / parts)
+        cut = roomier_cut(cutter.step.costs, budgets, cutter._forwards, begins, of_stages)
+        return None if cut is None else [stage.begin for stage in cut.stages]
+
     def _first_fit(self, chain: Sequence[PipelineArguments]) -> tuple[Cutter, list[int]] | None:
         for given in chain:
             cutter = replace(self, given=given)
@@ -77,7 +91,8 @@ class Cutter:
                     break
                 if self.given.stages_per_rank == 1 or math.isfinite(self._us(begins)):
                     return begins
-        return list(self._unlimited.begins) if math.isfinite(self._us(self._unlimited.begins)) else None
+        is_wanted = self.given.balance is not None or not self.search.is_late
+        return list(self._unlimited.begins) if is_wanted and math.isfinite(self._us(self._unlimited.begins)) else None
 
     def _best(self, share: float) -> list[int] | None:
         """Return the best cut into stages that take at most a share of the budget of their ranks; None without one."""
@@ -103,10 +118,15 @@ class Cutter:
         return None
 
     def _us(self, begins: Sequence[int]) -> float:
-        """Return the forecast time of a mini-batch; infinite if a rank has no plans."""
+        """Return the forecast time of a mini-batch; infinite if a rank has no plans, and that without plans once it is
+        late."""
         cut, times = StageCut(self.step, tuple(begins)), dict[int, StageTimes]()
         for rank in range(len(self.given.budgets)):
-            found = self._rank(cut, rank).fitting(self.search.until)
+            planner = self._rank(cut, rank)
+            if self.search.is_late:
+                times.update((stage, each.plain.times) for stage, each in planner.planners.items())
+                continue
+            found = planner.fitting(self.search.until)
             if found is None:
                 return math.inf
             times.update((stage, plan.times) for stage, plan in found.plans.items())

@@ -6,9 +6,10 @@ a cut, 7 rows in 4 micro-batches    ->    plans for 2 rows and for 1 on each ran
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from .chunks import MicroBatch
 from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan
 from .rank_stages import Kind, Plans, RankStages
-from .ranks.stage_group import PLANNING, StageGroup
+from .ranks.stage_group import PLANNING, StageGroup, of_all_ranks
 from .stage_budget import StageBudget, budgets_error
 from .stage_cut import StageCut
 from .stage_planner import StagePlanner, checkpoint_kinds
@@ -30,7 +31,7 @@ from .stage_search import StageSearch
 from .state.stage_tensors import all_tensors
 from .whole_step import WholeStep
 
-NONE_FAILED = f"{PLANNING}: none failed"
+CUTS = 4  # that are tried with the smallest plans of their stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,39 +57,50 @@ class MiniBatchPlanner:
         Raises:
             ValueError: the parameters lie so that the step can't be cut; on all ranks.
         """
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             stages = self.stages(first)
             plans = stages.searched(search)
-        self.group.check_agreement([NONE_FAILED])
         found = self.group.share(json.dumps(plans is not None).encode(), "exchange of plans")
         return self._plan(first, stages, plans) if plans is not None and all(map(json.loads, found)) else None
 
-    def smallest(self, first: FirstCut, search: StageSearch, is_later: bool) -> MiniBatchPlan:
-        """Return plans that a search did not find, if those for the smallest budgets fit.
+    def smallest(
+        self, first: FirstCut, search: StageSearch, roomier: Callable[[FirstCut, list[int]], FirstCut | None] | None
+    ) -> tuple[FirstCut, MiniBatchPlan]:
+        """Return plans that a search did not find, if those for the smallest budgets fit, and their cut.
 
         Args:
-            is_later: another call has chosen the cut; its plans count in the budgets that an error names.
+            roomier: returns another cut, for what the ranks need in one; None if another call has chosen the cut: then
+                its plans count in the budgets that an error names.
 
         Raises:
             BudgetError: they don't; on all ranks. A new process finds them within the budgets that it names.
         """
-        first = replace(first, given=first.given.smallest)
-        with self.group.reporting(PLANNING):
-            stages = self.stages(first)
-            needed = stages.peak(stages.smallest)
-            before = first.stages.peak(first.stages.smallest) if first.stages is not None else 0
-        self.group.check_agreement([NONE_FAILED])
-        own = json.dumps([needed, before, search.is_late and not search.is_bounded])
-        texts = self.group.share(own.encode(), "exchange of the smallest budgets")
-        every, budgets = [json.loads(text) for text in texts], self.given.budgets
-        if all(now <= budget for (now, _, _), budget in zip(every, budgets, strict=True)):
-            return self._plan(first, stages, stages.above_smallest(search))
-        if any(goes_on for _, _, goes_on in every) and (planned := self.searched(first, search.longer)) is not None:
-            return planned
-        if is_later:
+        budgets, needs, cut = self.given.budgets, dict[tuple[int, ...], list[Any]](), first
+        while cut.cut.begins not in needs:
+            tight = replace(cut, given=cut.given.smallest)
+            with self.group.together(PLANNING):
+                stages = self.stages(tight)
+                needed = stages.peak(stages.smallest)
+                before = cut.stages.peak(cut.stages.smallest) if cut.stages is not None else 0
+            own = json.dumps([needed, before, search.is_late and not search.is_bounded])
+            texts = self.group.share(own.encode(), "exchange of the smallest budgets")
+            every = needs[cut.cut.begins] = [json.loads(text) for text in texts]
+            if all(now <= budget for (now, _, _), budget in zip(every, budgets, strict=True)):
+                found = None if roomier is None else stages.searched(search)
+                return cut, self._plan(tight, stages, found or stages.above_smallest(search))
+            other = roomier(cut, [now for now, _, _ in every]) if roomier is not None and len(needs) < CUTS else None
+            cut = cut if other is None else other
+        every = needs[first.cut.begins]
+        if (
+            any(goes_on for _, _, goes_on in every)
+            and (planned := self.searched(replace(first, given=first.given.smallest), search.longer)) is not None
+        ):
+            return first, planned
+        begins = first.cut.begins
+        if roomier is None:
             named = [max(budget, now, before) for budget, (now, before, _) in zip(budgets, every, strict=True)]
-            raise budgets_error(budgets, named, len(first.cut.begins), first.cut.begins)
-        raise budgets_error(budgets, [now for now, _, _ in every], len(first.cut.begins))
+            raise of_all_ranks(budgets_error(budgets, named, len(begins), begins))
+        raise of_all_ranks(budgets_error(budgets, [now for now, _, _ in every], len(begins)))
 
     def stages(self, first: FirstCut) -> RankStages:
         """Return the stages of this rank in a cut, which are not planned yet."""

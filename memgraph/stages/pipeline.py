@@ -7,6 +7,7 @@ loss = pipe.step(input_ids=ids, labels=ids)                gradients of the rank
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -35,8 +36,8 @@ from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
 from .state.stage_checkpoint import StageCheckpoint
 from .state.stage_state_dict import full_state_dict, load_files, load_own, own_state_dict
-from .state.stage_tensors import give_memory, release_others, warn_unwritten
-from .state.stage_updates import MakeOptimizer, StageUpdates, kept_states
+from .state.stage_tensors import all_tensors, as_in_training, give_memory, release_others, warn_unwritten
+from .state.stage_updates import MakeOptimizer, StageUpdates, end_together, kept_states
 
 MEASURED = 2  # runs of each plan
 Target = str | PathLike[str]
@@ -128,16 +129,14 @@ class Pipeline:
         self._first: FirstCut | None = None
         self._plans = KeptPlans()
         self._attributes = AttributeGuard(module)
-        self._failed = False
         self._loss_scale = 1.0
         self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
         self.timeline: list[ActionTimes] = []
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, cut and plan for mini-batches like this one, without a step; raises as `step`."""
-        self._agree(args, kwargs)
-        plan = self._plans.take(self._call_key(args, kwargs)) or self._planned(args, kwargs)
-        self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
+        with self.group.ending_together():
+            self._prepare(args, kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run forward and backward of a mini-batch, and add to the gradients of this rank's stage.
@@ -156,17 +155,13 @@ class Pipeline:
             CollectiveError: another rank has ended or stopped.
             MemgraphError: an earlier step has failed.
         """
-        self.prepare(*args, **kwargs)
-        begin_mini_batch(self.module)
-        if self._versions:
-            warn_unwritten(self.module, self._kept, self._versions)
-            self._versions = {}
-        try:
-            with self.group.ending_together():
-                runs = self._run(args, kwargs)
-        except BaseException:
-            self._failed = True
-            raise
+        with self.group.ending_together():
+            self._prepare(args, kwargs)
+            begin_mini_batch(self.module)
+            if self._versions:
+                warn_unwritten(self.module, self._kept, self._versions)
+                self._versions = {}
+            runs = self._run(args, kwargs)
         self.timeline = runs.times
         return runs.loss
 
@@ -238,7 +233,8 @@ class Pipeline:
             AgreementError: ranks give different folders.
             CollectiveError: a rank is gone.
         """
-        self._checkpoint.save(folder)
+        with self.group.ending_together():
+            self._checkpoint.save(folder)
 
     def load_sharded(self, folder: Target) -> None:
         """Load what `save_sharded` wrote, with any number of stages. Call `prepare` or `step` before.
@@ -250,7 +246,8 @@ class Pipeline:
             AgreementError: ranks give different folders.
             CollectiveError: a rank is gone.
         """
-        self._checkpoint.load(folder)
+        with self.group.ending_together():
+            self._checkpoint.load(folder)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients of all stages as `torch.nn.utils.clip_grad_norm_` does; return their norm, on all ranks.
@@ -261,7 +258,8 @@ class Pipeline:
         """
         order = [name for name, _ in self.module.named_parameters()]
         limit = max_norm, norm_type, error_if_nonfinite
-        return clip_stages(self.group, dict(self.named_parameters()), order, *limit)
+        with self.group.ending_together():
+            return clip_stages(self.group, dict(self.named_parameters()), order, *limit)
 
     def scale_loss(self, scaler: torch.amp.GradScaler) -> None:
         """Scale the gradients of later steps as the scaler scales a loss; the loss that a step returns is not scaled.
@@ -311,37 +309,61 @@ class Pipeline:
 
     def _agree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that this step can run, on all ranks."""
-        if self._failed:
-            raise MemgraphError("an earlier step of this pipeline has failed; start again with a new process group")
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING) as lines:
             kind, values = call_lines(args, kwargs)
             known = self._call_key(args, kwargs) in self._plans
-            if self._first is None and not torch.is_grad_enabled():
-                raise ValueError("the first step of a pipeline cuts it for training, and gradients are disabled here")
             self.given.divided(args, kwargs)
-        modes = [*mode_lines(self.module), f"mini-batches like this one are planned: {known}"]
-        self.group.check_agreement([f"{PLANNING}: none failed", *kind, *modes, *values])
+            modes = [*mode_lines(self.module), f"mini-batches like this one are planned: {known}"]
+            lines += [*kind, *modes, *values]
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin = time.monotonic()
+        self._agree(args, kwargs)
+        plan = self._plans.take(self._call_key(args, kwargs))
+        if plan is None:
+            grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # what is made here is trained later
+                plan = self._planned(args, kwargs, begin)
+        self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
 
     def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         leaves, spec = flatten((args, kwargs))
         owned = [*self.module.parameters(), *self.module.buffers()]
         return signature(self.module, owned, spec, leaves, self._attributes)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MiniBatchPlan:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> MiniBatchPlan:
         """Return the plan of this rank, once all ranks have one. It keeps the tensors of its own stage."""
-        plans, first = StagePlans(self.module, self.group, self.given), self._first
-        versions = give_memory(self.module)
-        if first is not None:
+        plans, planned = StagePlans(self.module, self.group, self.given, begin), None
+        if self._first is None:
+            planned = self._cut_first(plans, args, kwargs)
+        if planned is None:
+            give_memory(self.module)
             try:
-                return plans.later(args, kwargs, first)
+                planned = plans.later(args, kwargs, self._cut)
             finally:
                 release_others(self.module, self._kept)
+        return planned
+
+    def _cut_first(self, plans: StagePlans, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MiniBatchPlan | None:
+        """Cut the step; return its plan too, if it is one of training. The rank keeps the tensors of its own stage."""
+        versions = give_memory(self.module)
+        try:
+            if torch.is_grad_enabled():
+                self._first, planned = plans.first(args, kwargs, StageUpdates(self.module, self._make))
+            else:
+                with as_in_training(self.module):
+                    self._first, planned = plans.cut(args, kwargs, StageUpdates(self.module, self._make)), None
+        except BaseException:
+            release_others(self.module, all_tensors(self.module).keys() - versions.keys())  # it is as it was
+            raise
         self._versions |= versions
-        self._first, planned = plans.first(args, kwargs, StageUpdates(self.module, self._make))
         release_others(self.module, self._kept)
+        self.group.beside = self._first.replicas
         if self._first.replicas is not None:
             gc.collect()  # a sharded optimizer of all parameters has views of them, and refers to itself
         self._optimizer = StageUpdates(self.module, self._make).optimizer(self._gradients)
+        if self._optimizer is not None:
+            end_together(self._optimizer, self.group)
         return planned
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRuns:

@@ -12,7 +12,7 @@ from passes import Trace
 from passes.stages.action import BACKWARD, FORWARD
 from passes.stages.pipeline_schedule import NO_GRADIENTS, PipelineSchedule
 
-from ..errors import BudgetError
+from ..errors import StagesBudgetError
 from .ranks.messages import Message
 
 MESSAGES = 4096  # bytes of losses and of small messages between ranks
@@ -78,7 +78,7 @@ class StageBudget:
 
 def budgets_error(
     budgets: Sequence[int], needed: Sequence[int], stages: int, begins: Sequence[int] | None = None
-) -> BudgetError:
+) -> StagesBudgetError:
     """Return the error of ranks that need more than these budgets.
 
     Args:
@@ -91,9 +91,10 @@ def budgets_error(
         else f"stages {', '.join(map(str, range(stages)[k :: len(budgets)]))} need"
     )
     where = "" if begins is None else f" to a new pipeline, with balance={[*begins]} for the same stages"
-    return BudgetError(
+    return StagesBudgetError(
         f"no plan keeps the budgets of {stages} stages: {which} {needed[k]} bytes, and {budgets[k]} "
         f"are allowed; give budget={[*needed]}{where}, or more chunks",
-        budgets[k],
-        needed[k],
+        budgets,
+        needed,
+        begins,
     )

@@ -13,6 +13,7 @@ from passes import Trace
 from passes.stages.cut import Cut
 
 from .ranks.messages import Message
+from .state.stage_tensors import by_module
 from .whole_step import WholeStep
 
 
@@ -79,9 +80,16 @@ class StageCut:
         return frozenset(known[op.name] for op in self.traces[stage].ops if op.name in known)
 
     def owned(self, names: Collection[str]) -> tuple[frozenset[str], ...]:
-        """Return which of all parameters and buffers each stage has; the first has those that no stage reads."""
+        """Return which of all parameters and buffers each stage has.
+
+        One that no stage reads is where others of its module are, or else in the first.
+        """
         read = [self.tensors(stage) for stage in range(len(self.begins))]
-        return read[0] | (frozenset(names) - frozenset().union(*read)), *read[1:]
+        owned = [set(each) for each in read]
+        for own in by_module(names).values():
+            unread = set(own) - set().union(*read)
+            owned[next((k for k, each in enumerate(read) if not each.isdisjoint(own)), 0)] |= unread
+        return tuple(map(frozenset, owned))
 
     def shared(self, stage: int) -> list[str]:
         """Return the parameters of a stage whose gradients other stages make parts of."""

@@ -7,7 +7,6 @@ later call: 7 rows in 4 micro-batches    ->    the cut between the same paramete
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from .chunks import batch_nbytes
 from .cutter import Cutter
 from .first_cut import FirstCut
 from .mini_batch_plan import MiniBatchPlan
-from .mini_batch_planner import NONE_FAILED, MiniBatchPlanner
+from .mini_batch_planner import MiniBatchPlanner
 from .ranks.stage_group import PLANNING, StageGroup
 from .stage_cut import StageCut
 from .stage_search import CUT_SHARE, StageSearch
@@ -30,11 +29,12 @@ from .step_capture import StepCapture, of_first_pipeline, random_nbytes
 
 @dataclass(frozen=True, eq=False)
 class StagePlans:
-    """Plans the stage of this rank for mini-batches, together with all ranks."""
+    """Plans the stage of this rank for mini-batches, together with all ranks; `begin` is that of the call."""
 
     module: nn.Module
     group: StageGroup
     given: PipelineArguments
+    begin: float
 
     def first(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates
@@ -47,28 +47,41 @@ class StagePlans:
             BudgetError: no plan fits the budget of some rank; on all ranks.
             CaptureError, ValueError, AgreementError: the stages can't be planned here, or on another rank.
         """
-        begin = time.monotonic()
-        with self.group.reporting(PLANNING):
-            nbytes = self._updates_nbytes(updates)
-        planner = self._planner(
-            StepCapture(self.module, self.group, self.given, nbytes, updates.replicas), args, kwargs, updates.lines()
-        )
-        search = StageSearch.beginning(self.given.time_limit, begin)
-        cutter = Cutter(self.module, planner.steps[0], self.given, planner.nbytes, updates, search.of_share(CUT_SHARE))
+        planner, cutter, search = self._captured(args, kwargs, updates)
         cut = self._best_cut(cutter)
         planned = planner.searched(cut, search) if cut is not None else None
         if cut is None or planned is None:
-            cut = self._first_cut(cutter, *cutter.nominal_cut())
-            planned = planner.smallest(cut, search, is_later=False)
+
+            def roomier(cut: FirstCut, needed: list[int]) -> FirstCut | None:
+                begins = cutter.roomier_cut(cut.cut.begins, needed)
+                return None if begins is None else self._first_cut(cutter, begins, cut.given)
+
+            cut, planned = planner.smallest(self._first_cut(cutter, *cutter.nominal_cut()), search, roomier)
         return replace(cut, stages=planner.stages(replace(cut, given=cut.given.smallest))), planned
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates) -> FirstCut:
+        """Return the best cut alone, whether such a mini-batch fits or not; raises as `first`, but no BudgetError."""
+        _, cutter, _ = self._captured(args, kwargs, updates)
+        return self._best_cut(cutter) or self._first_cut(cutter, *cutter.nominal_cut())
 
     def later(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstCut) -> MiniBatchPlan:
         """Return the plans for mini-batches like this one in the first cut; raises as `first`."""
-        begin, known = time.monotonic(), (first.cut.step.loss_output, first.cut.step.machine)
+        known = first.cut.step.loss_output, first.cut.step.machine
         capture = StepCapture(self.module, self.group, self.given, first.updates_nbytes, first.replicas, *known)
         planner = self._planner(capture, args, kwargs)
-        search = StageSearch.beginning(self.given.time_limit, begin)
-        return planner.searched(first, search) or planner.smallest(first, search, is_later=True)
+        search = StageSearch.beginning(self.given.time_limit, self.begin)
+        return planner.searched(first, search) or planner.smallest(first, search, None)[1]
+
+    def _captured(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: StageUpdates
+    ) -> tuple[MiniBatchPlanner, Cutter, StageSearch]:
+        with self.group.together(PLANNING):
+            nbytes = self._updates_nbytes(updates)
+        capture = StepCapture(self.module, self.group, self.given, nbytes, updates.replicas)
+        planner = self._planner(capture, args, kwargs, updates.lines())
+        search = StageSearch.beginning(self.given.time_limit, self.begin)
+        share = search.of_share(CUT_SHARE)
+        return planner, Cutter(self.module, planner.steps[0], self.given, planner.nbytes, updates, share), search
 
     def _planner(
         self, capture: StepCapture, args: tuple[Any, ...], kwargs: dict[str, Any], lines: Iterable[str] = ()
@@ -89,13 +102,10 @@ class StagePlans:
         Raises:
             ValueError: there are too few places to cut, or `balance` has others; on all ranks.
         """
-        with self.group.reporting(PLANNING):
+        with self.group.together(PLANNING):
             own = json.dumps(_found(cutter)) if self.group.rank == 0 else ""
-        self.group.check_agreement([NONE_FAILED])
         shared = self.group.share(own.encode(), "exchange of the cut")[0]
-        begins, chosen, refused = json.loads(of_first_pipeline(cutter.updates.replicas, shared))
-        if refused is not None:
-            raise ValueError(refused)
+        begins, chosen = json.loads(of_first_pipeline(cutter.updates.replicas, shared))
         return None if chosen is None else self._first_cut(cutter, begins, self.given.choosing(*chosen))
 
     def _first_cut(self, cutter: Cutter, begins: Sequence[int], given: PipelineArguments) -> FirstCut:
@@ -106,13 +116,10 @@ class StagePlans:
         return FirstCut(cut, owned, parameters, given, self._updates_nbytes(updates), updates.replicas)
 
 
-def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None, str | None]:
-    """Return where the stages begin; the schedule, or None; why no rank can cut the step."""
-    try:
-        found = cutter.cut()
-    except ValueError as error:
-        return [], None, str(error)
+def _found(cutter: Cutter) -> tuple[list[int], tuple[str, int, int] | None]:
+    """Return where the stages begin, and the schedule; None if no plans are found."""
+    found = cutter.cut()
     if found is None:
-        return [], None, None
+        return [], None
     begins, given = found
-    return begins, (given.schedule, given.stages_per_rank, given.delay), None
+    return begins, (given.schedule, given.stages_per_rank, given.delay)

@@ -1,6 +1,6 @@
 """The search for the plan of a stage, until a time.
 
-time_limit=60, two stages on this rank    ->    30 s for the cut, then 15 s for each of the stages
+time_limit=60, captured in 20 s    ->    20 s for the cut, then 10 s for each of two stages of this rank
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class StageSearch:
 
     @classmethod
     def beginning(cls, time_limit: float | None, begin: float) -> StageSearch:
-        """Return the search after a capture that has begun then."""
+        """Return the search after a capture, in a call that has begun then; a limit is one of the whole call."""
         now = time.monotonic()
-        return cls(now + planning_s(time_limit, now - begin), time_limit is not None)
+        if time_limit is None:
+            return cls(now + planning_s(None, now - begin), is_bounded=False)
+        return cls(begin + time_limit)
 
     def shares(self, count: int) -> Iterator[StageSearch]:
         """Yield searches that come one after the other, with equal shares of what is left."""

@@ -35,6 +35,7 @@ from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
 from ..system.device import device_of, unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
+from .state.stage_tensors import by_module
 
 REFUSED = "a pipeline can't be made of a model that"
 KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded
@@ -67,7 +68,14 @@ class WholeStep:
     def costs(self) -> IntervalCosts:
         nodes = {name: value for value, name in self.tensors.items()}
         owners = {value: nodes[name] for name, value in self._gradients}
-        return IntervalCosts(Places(self.trace, gradient_sums(self.captured), owners))
+        return IntervalCosts(Places(self.trace, gradient_sums(self.captured), owners, self._modules))
+
+    @property
+    def _modules(self) -> list[list[str]]:
+        """Return the inputs of each module without parts."""
+        nodes, found = {name: value for value, name in self.tensors.items()}, by_module(self.tensors.values())
+        parents = {path.rpartition(".")[0] for path in found if path}
+        return [[nodes[name] for name in names] for path, names in found.items() if path not in parents]
 
     @cached_property
     def nominal(self) -> WholeStep:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..ir.arrays import Floats, Ints
 from ..ir.errors import BudgetError
@@ -24,7 +25,6 @@ from .interval_costs import IntervalCosts
 from .partition import partition
 
 ROUNDS = 32  # cuts that are planned, at most
-LATE_ROUNDS = 2  # of them, once time is up and none fits
 CLOSE = 1.02  # a planned cut is not improved any more if it is so near the bound
 
 
@@ -75,7 +75,8 @@ def best_cut(
         forwards: the forwards of each stage that are open at once.
         plan: the time of a planned stage, the same whenever it is asked. Without it, the times are lower bounds.
         copy_us: the least time that a plan takes to offload and reload a byte; infinite without a tier.
-        until: when a cut that fits is not improved any more, as `time.monotonic` has it.
+        until: when no stage is planned any more, as `time.monotonic` has it. Without a planned cut, the best one by the
+            lower bounds is taken, which may not fit.
 
     Raises:
         ValueError: there are more stages than places to cut.
@@ -84,8 +85,9 @@ def best_cut(
     if len(budgets) > len(costs.borders) - 1:
         raise ValueError(
             f"{len(budgets)} stages are wanted, and the step can be cut into {len(costs.borders) - 1}: each stage has "
-            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it; take "
-            "fewer stages, or let the model clone what it writes to"
+            "an op that computes, and no cut lies between the first use of a tensor and an op that writes to it, nor "
+            "among uses of a module whose buffers forward updates; take fewer stages, or let the model clone what it "
+            "writes to"
         )
     if plan is None and all(np.isposinf(budgets)):
         slowest, at = partition(costs.us[0], len(budgets))
@@ -93,7 +95,7 @@ def best_cut(
     us = all_bounds(costs, budgets, forwards, copy_us)
     best: Cut | None = None
     bound = math.inf
-    for done in range(1, 1 + (ROUNDS if plan is not None else 1)):
+    for _ in range(ROUNDS if plan is not None else 1):
         bound, at = search(us)
         if not np.isfinite(bound):
             break
@@ -102,18 +104,40 @@ def best_cut(
             tuple(float(t[i, j]) for t, (i, j) in zip(us, pairwise(at), strict=True)),
             bound,
         )
-        if plan is not None:
-            cut = replace(cut, us=tuple(map(plan, cut.stages)))
+        if plan is not None and (best is None or time.monotonic() < until):
+            pairs = zip(cut.stages, cut.us, strict=True)
+            cut = replace(cut, us=tuple(plan(each) if time.monotonic() < until else least for each, least in pairs))
             _put_in(us, at, cut.us)
         if np.isfinite(cut.slowest_us) and (best is None or cut.slowest_us < best.slowest_us):
             best = cut
-        if best is not None and best.slowest_us <= bound * CLOSE:
-            break
-        if time.monotonic() >= until and (best is not None or done >= LATE_ROUNDS):
+        if best is not None and (best.slowest_us <= bound * CLOSE or time.monotonic() >= until):
             break
     if best is None:
         raise _too_small(costs, budgets)
     return replace(best, bound=bound if np.isfinite(bound) else best.slowest_us)
+
+
+def roomier_cut(
+    costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], begins: Sequence[int],
+    needed: Sequence[float],
+) -> Cut | None:  # fmt: skip
+    """Return the best cut among those that should fit, if what stages need besides their parameters is as in another
+    cut; or else that in which they lack least. None if the parameters and gradients alone don't fit.
+
+    Args:
+        begins, needed: of the other cut, and what its stages need.
+    """
+    resident = costs.resident.astype(np.float64)
+    if max(_lack(resident, budgets)[0]) > 0:
+        return None
+    at = [costs.borders.index(place) for place in (*begins, costs.borders[-1])]
+    more = [nbytes - resident[i, j] for nbytes, (i, j) in zip(needed, pairwise(at), strict=True)]
+    room = [budget - each for budget, each in zip(budgets, more, strict=True)]
+    fitting = [np.where((resident <= each) & _valid(len(costs.borders)), costs.us, np.inf) for each in room]
+    slowest, at = search(fitting)
+    if not np.isfinite(slowest):
+        _, at = _lack(resident, room)
+    return Cut(_stages(costs, at, forwards), tuple(float(costs.us[i, j]) for i, j in pairwise(at)), slowest)
 
 
 def balanced_cut(costs: IntervalCosts, begins: Sequence[int], forwards: Sequence[int]) -> Cut:
@@ -160,8 +184,7 @@ def _put_in(us: list[Floats], at: Sequence[int], times: Sequence[float]) -> None
 
 def all_bounds(costs: IntervalCosts, budgets: Sequence[float], forwards: Sequence[int], copy_us: float) -> list[Floats]:
     """Return [i, j) of each stage: a lower bound of its time within its budget; infinite where nothing fits."""
-    size = len(costs.borders)
-    us = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], costs.us, np.inf)
+    us = np.where(_valid(len(costs.borders)), costs.us, np.inf)
     if all(np.isposinf(budgets)):
         return [us] * len(budgets)
     return [_bounds(costs, us, budget, count, copy_us) for budget, count in zip(budgets, forwards, strict=True)]
@@ -209,11 +232,8 @@ def search(us: Sequence[Floats]) -> tuple[float, list[int]]:
 
 def _too_small(costs: IntervalCosts, budgets: Sequence[float]) -> BudgetError:
     """Return the error that names the stage that lacks most, in the cut in which that is least."""
-    size = len(costs.borders)
-    valid = np.arange(size)[:, None] < np.arange(size)[None, :]
-    lacks = [np.where(valid, np.maximum(costs.resident - budget, 0.0), np.inf) for budget in budgets]
-    _, at = search(lacks)
-    k = max(range(len(budgets)), key=lambda k: lacks[k][at[k], at[k + 1]])
+    lacks, at = _lack(costs.resident, budgets)
+    k = max(range(len(budgets)), key=lacks.__getitem__)
     least = int(costs.resident[at[k], at[k + 1]])
     return BudgetError(
         f"no cut into {len(budgets)} stages keeps the budgets: stage {k} is allowed {int(budgets[k])} bytes, and its "
@@ -221,3 +241,15 @@ def _too_small(costs: IntervalCosts, budgets: Sequence[float]) -> BudgetError:
         int(budgets[k]),
         least,
     )
+
+
+def _lack(resident: Ints | Floats, budgets: Sequence[float]) -> tuple[list[float], list[int]]:
+    """Return the bytes that each stage lacks in the cut in which the most of these is least, and its borders."""
+    lacks = [np.where(_valid(len(resident)), np.maximum(resident - budget, 0.0), np.inf) for budget in budgets]
+    _, at = search(lacks)
+    return [float(lack[i, j]) for lack, (i, j) in zip(lacks, pairwise(at), strict=True)], at
+
+
+def _valid(borders: int) -> NDArray[np.bool_]:
+    """Return [i, j): True if a stage may begin at i and end at j."""
+    return np.arange(borders)[:, None] < np.arange(borders)[None, :]

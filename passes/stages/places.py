@@ -12,7 +12,7 @@ and gradients flow from later stages to earlier ones only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -36,11 +36,13 @@ class Places:
         sums: ops that add up gradients of one parameter. Stages that share it do so once a step, not in each backward;
             a sum whose parts one stage makes stays there.
         owners: the parameter of each gradient. A stage that makes a gradient, or a part of it, has its parameter.
+        modules: sets of inputs. Where ops write to one of a set, all that read one of them stay in one stage.
     """
 
     trace: Trace
     sums: frozenset[str] = field(default=frozenset())
     owners: Mapping[str, str] = field(default_factory=dict)
+    modules: Collection[Collection[str]] = ()
 
     @cached_property
     def graph(self) -> nx.DiGraph:
@@ -97,8 +99,14 @@ class Places:
     def cuts(self) -> tuple[int, ...]:
         """Return the forward ops before which the step may be cut: those that compute, but for a first one."""
         ops = [i for i, op in enumerate(self.trace.ops[: self.trace.boundary]) if computes(op)]
-        spans = [*self._written, *self._gradients]
-        return tuple(i for i in ops[1:] if not any(first < i <= last for first, last in spans))
+        return tuple(i for i in ops[1:] if not any(first < i <= last for first, last in self._together))
+
+    @property
+    def _together(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last place of each run of ops that stay in one stage."""
+        yield from self._written
+        yield from self._gradients
+        yield from self._modules
 
     @cached_property
     def _gradients(self) -> list[tuple[int, int]]:
@@ -121,12 +129,25 @@ class Places:
         """
         spans = []
         for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
-            if not op.is_input and not op.makes and computes(op):
+            if _writes(op):
                 uses = [j for j in range(i) if set(op.holds) & (self.reads[j] | set(self.trace.ops[j].holds))]
                 first = min((j for j in uses if not self.trace.ops[j].is_input), default=i)
                 inputs = (self.uses[storage] for storage in op.holds if self._is_input(storage))
                 spans.append((first, max([i, *itertools.chain(*(places for each in inputs for places in each))])))
         return spans
+
+    @property
+    def _modules(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last place that use an input of a module, if ops write to one of its inputs.
+
+        Another call, as evaluation is, may read together what this one reads apart.
+        """
+        written = {held for op in self.trace.ops[: self.trace.boundary] if _writes(op) for held in op.holds}
+        for names in self.modules:
+            storages = {held for name in names for held in self.trace.op[name].holds}
+            places = [*itertools.chain(*(each for held in storages for each in self.uses.get(held, ())))]
+            if places and not written.isdisjoint(storages):
+                yield min(places), max(places)
 
     @cached_property
     def maker(self) -> dict[str, str]:
@@ -168,6 +189,11 @@ class Places:
         elif value in self.sums and not makers.isdisjoint(own):
             for read in reversed(self.trace.op[value].reads):
                 yield from self.parts_of(own, read)
+
+
+def _writes(op: Op) -> bool:
+    """Return True for an op that writes in place."""
+    return not op.makes and computes(op)
 
 
 def computes(op: Op) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 BEATS = 6  # signs of life in the seconds of silence that a busy machine may cause
 VERDICT = "memgraph/verdict"
+ENDED = "memgraph/ended"
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ def store_key(kind: str, rank: int) -> str:
     return f"memgraph/{kind}/{rank}"
 
 
-def beat(store: Any, key: str, pause: float, ended: threading.Event) -> None:
-    """Write a sign of life every `pause` seconds, until the group has ended or the store is gone."""
+def beat(store: Any, key: str, pause: float, ended: threading.Event, look: Callable[[], None]) -> None:
+    """Write a sign of life every `pause` seconds and look at the group, until that has ended or the store is gone."""
     with suppress(RuntimeError):
         while dist.is_initialized():
             store.set(key, str(time.monotonic_ns()))
+            look()
             if ended.wait(pause):
                 return

@@ -8,6 +8,9 @@
 
 Each rank writes a sign of life to the group's store now and then, so collectives themselves cost nothing more. When one
 fails, the others look in the store for ranks that are silent, or alive and absent.
+
+    rank 0: leave("IndexError: ...")    ->    with its next sign of life each rank closes its connections, so that
+                                              whatever it waits for in this group fails at once
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CollectiveError, MemgraphError, ShardError, StateError
-from .liveness import BEATS, VERDICT, Verdict, beat, find_missing, store_key
+from .liveness import BEATS, ENDED, VERDICT, Verdict, beat, find_missing, store_key
 
 T = TypeVar("T")
 SILENCE = 10.0  # seconds without a sign of life that a busy machine may cause
@@ -45,13 +48,22 @@ class CollectiveWatchdog:
         limit = _timeout(group, self.device).total_seconds()
         self.limit, self.silence = limit, min(SILENCE, SHARE * limit)
         self.store: Any = None
+        self._earlier = ""  # how an earlier group with the same store has ended
         if len(self.members) > 1:
             self.store = _own_store(group)
+            if self.store.check([ENDED]):
+                self._earlier = self.store.get(ENDED).decode()
             self._start_pulse()
 
     def _start_pulse(self) -> None:
-        ended = threading.Event()
-        arguments = self.store, store_key("life", self.group.rank()), self.silence / BEATS, ended
+        ended, this = threading.Event(), weakref.ref(self)
+
+        def look() -> None:
+            watchdog = this()
+            if watchdog is not None and watchdog.first_error is not None:
+                watchdog.close_connections()
+
+        arguments = self.store, store_key("life", self.group.rank()), self.silence / BEATS, ended, look
         pulse = threading.Thread(target=beat, args=arguments, name="memgraph pulse", daemon=True)
         pulse.start()
         weakref.finalize(self, _end, pulse, ended)
@@ -84,20 +96,32 @@ class CollectiveWatchdog:
                 self.leave(f"{type(error).__name__}: {error}")
             raise
 
-    def leave(self, why: str) -> None:
-        """Write why this rank can't go on, and close its connections."""
-        with suppress(RuntimeError):
+    def leave(self, why: str, error: str = "") -> None:
+        """Write why this rank can't go on, and end the group on all ranks; `error` is for `first_error`."""
+
+        def tell() -> None:
             self.store.set(store_key("left", self.group.rank()), why)
-            self.close_connections()
+            self.store.compare_set(ENDED, self._earlier, f"{time.time_ns()} {error}")
+
+        _within(self.silence, tell)
+        self.close_connections()
+
+    @property
+    def first_error(self) -> str | None:
+        """What the first rank that left has given as its error; None if no rank has left."""
+        if not self.store.check([ENDED]):
+            return None
+        ended: str = self.store.get(ENDED).decode()
+        return None if ended == self._earlier else ended.partition(" ")[2]
 
     def close_connections(self) -> None:
-        """Let a message time out: gloo then closes the connections on which others wait."""
-        rank = self.group.rank()
-        with suppress(RuntimeError):
-            if self.is_gloo:
-                work = dist.irecv(torch.empty(1), group=self.group, group_src=int(rank == 0), tag=UNSENT)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+        """Let a message time out: gloo then closes the connections on which others wait, and this rank too."""
+        for source in range(len(self.members)):  # one whose connection is lost fails at once, and closes no other
+            with suppress(RuntimeError, ValueError):  # the group may be destroyed
+                if self.is_gloo and source != self.group.rank():
+                    work = dist.irecv(torch.empty(1), group=self.group, group_src=source, tag=UNSENT)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup:

@@ -46,7 +46,7 @@ def measure_disks(
     if tier is None:
         return machine
     group.check_agreement(["the disks are measured"])  # all at once
-    with group.reporting("measuring the disk"):
+    with group.together("measuring the disk"):
         link = measure_links(machine, tier, torch.device("cpu"), folder, sizes, room=room).link
     own = [link.out, link.back, -link.call_us, -link.us_per_byte, link.capacity // group.ranks]
     texts = group.share(json.dumps(own).encode(), "exchange of the disks' speed")

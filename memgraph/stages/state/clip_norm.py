@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...oss.clip_norm import NormLimit
-from ..ranks.stage_group import StageGroup
+from ..ranks.stage_group import StageGroup, of_all_ranks
 
 
 def clip_stages(
@@ -36,10 +36,11 @@ def clip_stages(
     norms = [known[name] for name in order if name in known]
     total = torch.linalg.vector_norm(torch.stack(norms), limit.norm_type) if norms else torch.tensor(0.0)
     if limit.error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
+        text = (
             f"the total norm of order {limit.norm_type} of the gradients is {total.item()}, so it can't be clipped; "
             "with error_if_nonfinite=False it is returned instead"
         )
+        raise of_all_ranks(RuntimeError(text))
     torch.nn.utils.clip_grads_with_norm_(own.values(), limit.max_norm, total)
     return total
 

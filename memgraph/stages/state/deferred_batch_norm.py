@@ -120,5 +120,5 @@ def defer_batch_norm(model: nn.Module) -> None:
 def begin_mini_batch(model: nn.Module) -> None:
     """Let each deferred BatchNorm of this rank begin a mini-batch."""
     for module in model.modules():
-        if isinstance(module, _Deferred) and module.training and not module.mean.is_meta:
+        if isinstance(module, _Deferred) and not module.mean.is_meta:
             module.begin()

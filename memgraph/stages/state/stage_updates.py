@@ -6,8 +6,10 @@ OSS with AdamW over 2 replicas of the pipeline     ->   states of 1.2 MB, an upd
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
-from functools import cached_property
+from functools import cached_property, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ...oss import OSS
 from ...oss.comm.agreement import format_option
 from ...oss.comm.watchdog import CollectiveWatchdog
 from ...oss.compiled.step_memory import largest_update_nbytes
+from ..ranks.stage_group import StageGroup
 
 MakeOptimizer = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -75,6 +78,19 @@ class StageUpdates:
         known = dict(self.module.named_parameters())
         parameters = [known[name] for name in names] or [nn.Parameter(torch.empty(0))]
         return self.make(parameters) if self.make is not None else None
+
+
+def end_together(optimizer: optim.Optimizer, group: StageGroup) -> None:
+    """Let an error of the optimizer's step on one rank end the others, which wait for it in the next mini-batch."""
+    kind, own = type(optimizer), weakref.ref(optimizer)
+
+    @wraps(kind.step)
+    def step(_: object, *args: Any, **kwargs: Any) -> Any:
+        with group.ending_together():
+            return kind.step(own(), *args, **kwargs)  # type: ignore[arg-type]
+
+    if "step" not in vars(optimizer):  # else something else wraps it
+        vars(optimizer)["step"] = MethodType(step, weakref.proxy(optimizer))  # schedulers wrap a bound method
 
 
 def kept_states(optimizer: optim.Optimizer | None) -> list[Any]:

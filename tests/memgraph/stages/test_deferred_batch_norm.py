@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from memgraph.stages.stage_cut import StageCut
 from tests.support.ranks import on_ranks
 
 
@@ -67,6 +68,68 @@ def test_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, is
         f"{norm}.{key}" for norm in ("norm", "second") for key in ("running_mean", "running_var", "num_batches_tracked")
     ]
     assert found == dict.fromkeys(names, True)
+
+
+class Averaged(nn.Module):
+    """A module of one's own that updates two averages, with a layer between their updates, and reads both in eval()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(4))
+        self.register_buffer("high", torch.zeros(4))
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = self.get_buffer("low"), self.get_buffer("high")
+        if not self.training:
+            return (x - low) @ self.weight / (1 + high)
+        with torch.no_grad():
+            low.lerp_(x.amin(0), 0.5)
+        x = (x @ self.weight).tanh().sin()
+        with torch.no_grad():
+            high.lerp_(x.amax(0), 0.5)
+        return x
+
+
+class Norms(nn.Module):
+    """Norms alone, so that most places to cut are among the updates of their statistics."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.last = norm, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x)).square().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), Averaged()])
+def test_no_cut_parts_the_buffers_of_a_module_that_forward_updates(norm: nn.Module) -> None:
+    pipe = memgraph.pipeline(Norms(norm), "1GB", 2, deferred_batch_norm=True)
+    pipe.prepare(torch.randn(8, 4))
+    step = pipe._latest.cut.step
+    names = [*step.tensors.values()]
+    for place in step.costs.borders[1:-1]:
+        stages = [{name for name in owned if "norm" in name} for owned in StageCut(step, (0, place)).owned(names)]
+        assert not all(stages), (place, stages)
+
+
+def _switched(rank: int) -> list[bool]:
+    """Return whether training and evaluation in turn are those of the plain model, on the last rank."""
+    torch.manual_seed(0)
+    model = Norms(Averaged())
+    plain, x, found = copy.deepcopy(model), torch.randn(8, 4), list[bool]()
+    pipe = memgraph.pipeline(model, "1GB", 1)
+    for training in (True, False, True, False):
+        model.train(training)
+        plain.train(training)
+        with torch.set_grad_enabled(training):
+            loss = pipe.step(x)
+            found.append(loss is None or loss.equal(plain(x)))
+    return found
+
+
+def test_a_module_that_evaluation_reads_otherwise_is_evaluated_in_stages() -> None:
+    assert on_ranks(2, _switched) == [[True] * 4] * 2
 
 
 class Own(nn.BatchNorm2d):

@@ -1,9 +1,7 @@
-"""An error on one rank is raised on all of them within seconds; arguments that differ are refused before a step."""
+"""Arguments that differ between ranks, and models that can't be in stages, are refused on all ranks before a step."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import AgreementError, BudgetError
-from memgraph.runtime.step_run import StepRun
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import made
 
@@ -26,75 +23,6 @@ def _error(run: Any) -> tuple[str, str, list[str], float]:
         run()
     notes = getattr(caught.value, "__notes__", [])
     return type(caught.value).__name__, str(caught.value), list(notes), time.monotonic() - begin
-
-
-def _failing(rank: int, bad: int, half: str, schedule: str) -> list[Any]:
-    model, batch = made("gpt2", 8)
-    pipe = memgraph.pipeline(model, "1GB", 4, schedule=schedule)
-    pipe.step(**batch)
-    if rank == bad:
-        plain, calls = getattr(StepRun, half), []
-
-        def fail(self: StepRun, *args: Any, **kwargs: Any) -> Any:
-            calls.append(half)
-            if len(calls) == 2:
-                raise IndexError("no such row")
-            return plain(self, *args, **kwargs)
-
-        setattr(StepRun, half, fail)
-    first = _error(lambda: pipe.step(**batch))
-    return [first, _error(lambda: pipe.step(**batch))]
-
-
-@pytest.mark.parametrize(
-    "bad, half, schedule, stage",
-    [
-        (0, "forward", "1f1b", 0),
-        (1, "run_part", "1f1b", 1),
-        (2, "forward", "1f1b", 2),
-        (1, "run_part", "interleaved", 4),
-    ],
-)
-def test_an_exception_on_one_rank_is_raised_on_all(bad: int, half: str, schedule: str, stage: int) -> None:
-    for (kind, text, notes, seconds), again in on_ranks(3, _failing, bad, half, schedule, meet=False):
-        assert (kind, text, notes) == ("IndexError", "no such row", [f"raised in stage {stage}, on rank {bad}"])
-        assert seconds < LIMIT
-        assert (again[0], "new process group" in again[1]) == ("MemgraphError", True)
-
-
-def _dying(rank: int, schedule: str, half: str, calls: int, way: str) -> Any:
-    model, batch = made("gpt2", 8)
-    pipe = memgraph.pipeline(model, "1GB", 4, schedule=schedule)
-    pipe.step(**batch)
-    if rank == 1:
-        plain, left = getattr(StepRun, half), [None] * calls
-
-        def die(self: StepRun, *args: Any, **kwargs: Any) -> Any:
-            left.pop()
-            if left:
-                return plain(self, *args, **kwargs)
-            return os._exit(1) if way == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(StepRun, half, die)
-    return _error(lambda: pipe.step(**batch))
-
-
-@pytest.mark.parametrize(
-    "schedule, half, calls, way",
-    [
-        ("1f1b", "run_part", 1, "exit"),
-        ("interleaved", "forward", 5, "kill"),  # in the second stage of the rank
-        ("interleaved", "run_part", 1, "exit"),
-    ],
-)
-def test_a_rank_that_ends_is_named_on_the_others(schedule: str, half: str, calls: int, way: str) -> None:
-    stages = "1, 4" if schedule == "interleaved" else "1"
-    for rank, found in enumerate(on_ranks(3, _dying, schedule, half, calls, way, lost=[1])):
-        if rank != 1:
-            kind, text, _, seconds = found
-            assert kind == "CollectiveError"
-            assert "rank 1 is gone" in text and text.endswith(f"rank 1 has stage {stages}"), text
-            assert seconds < LIMIT
 
 
 def _refused(rank: int, what: str) -> tuple[str, str, list[str], float]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import memgraph
 from tests.support.ranks import on_ranks
-from tests.support.staged_models import Batch, in_turn, loss_of, made
+from tests.support.staged_models import Batch, in_turn, loss_of, made, wide
 
 from .test_gradients import same
 
@@ -100,9 +100,57 @@ def test_an_evaluation_that_reads_parameters_in_another_order_is_refused_and_tra
         assert ("which stage 1 has" in error or "runs behind" in error, went_on) == (True, True), error
 
 
-def test_a_first_step_without_gradients_is_refused() -> None:
-    model, batch = made("gpt2", 4)
-    pipe = memgraph.pipeline(model, "1GB", 4)
-    with pytest.raises(ValueError, match="first step"), torch.no_grad():
+def _evaluated_first(rank: int) -> list[Any]:
+    """Return what differs from the plain model if evaluation comes first, or the meta device, or inference mode."""
+    found: list[Any] = []
+    for name, mode, is_meta, training in (
+        ("batch norm", torch.no_grad, False, False),
+        ("gpt2", torch.inference_mode, True, False),
+        ("tied", torch.no_grad, False, True),
+    ):
+        model, batch = made(name, 12)
+        plain = copy.deepcopy(model)
+        if is_meta:
+            model = model.to("meta")
+        pipe = memgraph.pipeline(model, "1GB", 4, optimizer=lambda given: torch.optim.SGD(given, 0.1))
+        for each in (model, plain):
+            each.train(training)
+        with mode():
+            few = {key: value[:4].clone() for key, value in batch.items()}
+            pipe.prepare(**few)
+            pipe.load_state_dict(plain.state_dict())
+            loss = pipe.step(**few)
+            parts = zip(*(value.chunk(4) for value in few.values()), strict=True)
+            losses = [loss_of(plain(**dict(zip(few, each, strict=True)))) for each in parts]
+        found.append(loss is None or loss.equal(sum(0.25 * each for each in losses)))
+        modes = {each.training for each in model.modules()}
+        for each in (model, plain):
+            each.train()
+        plain, _ = in_turn(plain, batch, 4)
         pipe.step(**batch)
-    assert pipe.step(**batch) is not None
+        wanted = {key: each.grad for key, each in plain.named_parameters()}
+        wrong = [key for key, each in pipe.named_parameters() if not same(each.grad, wanted[key], name)]
+        assert pipe.optimizer is not None
+        pipe.optimizer.step()
+        found += [modes == {training}, wrong]
+    return found
+
+
+def test_an_evaluation_before_the_first_training_is_as_in_the_plain_model() -> None:
+    assert on_ranks(2, _evaluated_first) == [[True, True, []] * 3] * 2
+
+
+def _too_large(rank: int) -> bool:
+    """Return whether training runs within budgets in which evaluation of four times the rows comes first."""
+    model, batch = wide(32)
+    loose = memgraph.pipeline(wide(32)[0], "1GB", 4)
+    loose.prepare(**{key: value[:8] for key, value in batch.items()})
+    pipe = memgraph.pipeline(model, [int(1.2 * each) for each in loose._latest.peaks], 4)
+    with torch.no_grad():
+        pipe.step(**batch)
+    pipe.step(**{key: value[:8] for key, value in batch.items()})
+    return pipe.peak <= pipe.given.budgets[rank]
+
+
+def test_an_evaluation_that_comes_first_may_have_more_rows_than_training_has_room_for() -> None:
+    assert on_ranks(2, _too_large) == [True, True]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
+import time
 from typing import Any
 
 import pytest
 
 import memgraph
-from memgraph import BudgetError
-from memgraph.stages import stage_search
+from memgraph import StagesBudgetError
+from memgraph.stages import stage_search, step_capture
 from memgraph.stages.mini_batch_planner import MiniBatchPlanner
 from memgraph.stages.rank_planner import RankPlanner
-from memgraph.stages.whole_step import WholeStep
+from memgraph.stages.stage_planner import StagePlanner
+from memgraph.stages.whole_step import WholeStep, whole_step
 from passes import Machine, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import fitting_beside, fitting_forwards, open_forward_nbytes, unplanned_nbytes
 from tests.passes.stages.test_cut import chain, quick
@@ -39,9 +40,9 @@ def _searches(rank: int, budgets: Any, time_limit: float | None) -> tuple[int, b
 
 def _smallest(rank: int, name: str, rows: int, chunks: int) -> list[int]:
     model, batch = wide(rows) if name == "wide" else made(name, rows)
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(StagesBudgetError) as caught:
         memgraph.pipeline(model, "2KB", chunks).prepare(**batch)
-    return list(json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]"))
+    return caught.value.smallest
 
 
 def test_each_rank_searches_for_its_own_stage_alone() -> None:
@@ -66,9 +67,9 @@ def _named(rank: int, name: str, rows: int, chunks: int, schedule: str, is_found
         pipe.prepare(**batch)
         return pipe
 
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(StagesBudgetError) as caught:
         pipeline("2KB")
-    budgets = json.loads(str(caught.value).partition("budget=")[2].partition("]")[0] + "]")
+    budgets = caught.value.smallest
     known = WholeStep.measured
 
     def otherwise(self: WholeStep, us: list[float], *given: Any) -> WholeStep:
@@ -121,9 +122,9 @@ def _shares(time_limit: float) -> set[float]:
         return known(self, share)
 
     given: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 3}
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(StagesBudgetError) as caught:
         memgraph.pipeline(model, 1000, 4, **given).prepare(**batch)
-    budget = int(1.05 * caught.value.smallest)  # with room for a message that waits
+    budget = int(1.05 * caught.value.smallest[0])  # with room for a message that waits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankPlanner, "of_room", counted)
         memgraph.pipeline(model, budget, 4, **given, time_limit=time_limit).prepare(**batch)
@@ -133,6 +134,39 @@ def _shares(time_limit: float) -> set[float]:
 def test_no_share_between_the_first_and_the_last_is_tried_once_time_is_up() -> None:
     assert _shares(0.0) == {1.0, 0.333}
     assert _shares(math.inf) > {1.0, 0.333}
+
+
+def _uneven(rank: int, budgets: list[int]) -> tuple[int, ...]:
+    model, batch = wide(8)
+    pipe = memgraph.pipeline(model, budgets, 4, time_limit=0)
+    pipe.prepare(**batch)
+    return pipe._latest.peaks
+
+
+def test_uneven_budgets_get_a_cut_of_their_own_without_any_time() -> None:
+    even = on_ranks(2, _smallest, "wide", 8, 4)[0]
+    for budgets in ([int(0.7 * even[0]), 2 * even[1]], [2 * even[0], int(0.7 * even[1])]):
+        peaks = on_ranks(2, _uneven, budgets)[0]
+        assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
+def _planned_stages(time_limit: float) -> int:
+    """Return for how many stages the quick passes were run before each rank planned its own."""
+    model, batch = wide(8)
+    with pytest.raises(StagesBudgetError) as caught:
+        memgraph.pipeline(model, 1000, 4).prepare(**batch)
+    planned, known = [], StagePlanner.times
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagePlanner, "times", lambda self: planned.append(self.number) or known(self))
+        patch.setattr(step_capture, "whole_step", lambda *given: (time.sleep(1.0), whole_step(*given))[1])
+        budget = int(1.1 * caught.value.smallest[0])
+        memgraph.pipeline(model, budget, 4, time_limit=time_limit).prepare(**batch)
+    return len(planned)
+
+
+def test_a_time_limit_is_one_of_the_whole_call() -> None:
+    assert _planned_stages(0.9) == 0  # the capture alone takes longer
+    assert _planned_stages(math.inf) > 0
 
 
 def test_a_forward_beside_larger_ones_holds_no_more_than_they_do() -> None:
