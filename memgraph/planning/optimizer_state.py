@@ -25,9 +25,10 @@ from ..oss import OSS
 from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..profile.memory_meter import resident_bytes
+from ..runtime.concurrent_runs import concurrent_runs
 from ..runtime.step import Step
-from ..storage.mapped_storage import BufferLocation
-from ..tensors.aliasing import describe_shared_memory
+from ..storage.mapped_storage import BufferLocation, is_offloaded
+from ..tensors.aliasing import describe_shared_memory, held_elsewhere
 from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.parameter_groups import parameter_groups
@@ -127,6 +128,13 @@ class OptimizerState:
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
         """Return the trace with the time of the update, where it decides between plans."""
         return trace
+
+    def held_parameters(self) -> frozenset[str]:
+        """Return the names of parameters that stay on the device, since tensors outside of the module hold their
+        memory."""
+        named = {name: p for name, p in self.module.named_parameters() if not is_offloaded(p)}
+        saved = (tensor for run in concurrent_runs(named.values()) for tensor in run.saved_tensors())
+        return frozenset(held_elsewhere(named, (*self.module.buffers(), *parameter_groups(self.optimizer), *saved)))
 
     def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""

@@ -130,6 +130,10 @@ class ShardedOptimizer(OptimizerState):
     def add_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
         return add_sharded_update(trace, self.sharded, trained)
 
+    def held_parameters(self) -> frozenset[str]:
+        """No parameter is offloaded."""
+        return frozenset()
+
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
         window = offloaded_nbytes(self.sharded, trained.shards)
         return replace(machine, streaming=Streaming(True, only_states=True, window=window))
