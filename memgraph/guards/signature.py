@@ -125,7 +125,7 @@ def _constant(leaf: object) -> Hashable:
 
 
 def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
 
 
 def _modes() -> Hashable:

@@ -64,11 +64,11 @@ class StatePlacement:
                 if buffer_slice_of(value) is not None:
                     state[key] = value.clone()
 
-    def _refuse_move(
-        self, moved: Mapping[str, Tensor], owned: Mapping[str, Tensor], saved: Iterable[Tensor]
-    ) -> None:
+    def _refuse_move(self, moved: Mapping[str, Tensor], owned: Mapping[str, Tensor], saved: Iterable[Tensor]) -> None:
         if empty := [name for name, parameter in moved.items() if parameter.numel() and not parameter.data_ptr()]:
-            raise UpdateError(f"{empty[0]} has no memory, as its storage was resized to 0 bytes: give it its values back")
+            raise UpdateError(
+                f"{empty[0]} has no memory, as its storage was resized to 0 bytes: give it its values back"
+            )
         again = "or compile again, which leaves them on the device"
         if shared := describe_overlap(owned, moved):
             raise UpdateError(f"{shared}, {again}")
