@@ -39,7 +39,7 @@ def signature(
     return (
         spec,
         _arguments(leaves),
-        attributes.same_tensors(tuple(map(_tensor, owned))),
+        attributes.same_tensors((*map(_tensor, owned), *map(type, owned))),
         tuple(map(has_hooks, owned)),
         attributes.key,
         in_process_group(),
@@ -125,7 +125,7 @@ def _constant(leaf: object) -> Hashable:
 
 
 def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _modes() -> Hashable:

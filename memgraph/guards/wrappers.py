@@ -36,6 +36,7 @@ WRAPPERS = (
 # How often the parameters' bytes are taken by one around a module, at most: shards, the flat gradients that it reduces,
 # what it receives, and gloo's copy.
 SHARDED_SETS = 3
+LISTED = 32  # bytes for each parameter in its buckets: which took part
 
 
 def describe_wrapper(part: nn.Module) -> str:
@@ -77,7 +78,7 @@ class OuterWrapper:
         # With views of buckets for gradients, those that exist are in the buckets.
         views = wrapper.gradient_as_bucket_view
         return nbytes + sum(
-            parameter.nbytes
+            parameter.nbytes + LISTED
             for parameter in own
             if id(parameter) in wrapped and parameter.requires_grad and not (views and parameter.grad is not None)
         )

@@ -55,9 +55,10 @@ class StatePlacement:
         return {(kind, name): self._slice(kind, name, named) for kind, name in fakes}
 
     def move_to_device(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
-        """Copy parameters and states back to the device for good."""
+        """Copy parameters and states back to the device for good, but no parameter whose memory others hold by now."""
         named = dict(self.module.named_parameters())
-        for name in names:
+        moved = {name: named[name] for name in names}
+        for name in moved.keys() - held_elsewhere(moved, self.module.buffers()):
             named[name].data = named[name].detach().clone()
         for state in states:
             for key, value in elementwise_states(state).items():
@@ -74,9 +75,9 @@ class StatePlacement:
             raise UpdateError(f"{shared}, {again}")
         if held := held_elsewhere(moved, (*owned.values(), *saved)):
             raise UpdateError(
-                f"a tensor outside of the module holds the memory of {held[0]} too, as fully_shard, a flat parameter or "
-                "a state_dict() that is kept do, and to offload it, as planned, would free no memory and separate the "
-                f"two: release that tensor, give the parameter a clone of its data, {again}"
+                f"a tensor outside of the module holds the memory of {held[0]} too, as fully_shard, a flat parameter "
+                "or a state_dict() that is kept do, and to offload it, as planned, would free no memory and separate "
+                f"the two: release that tensor, give the parameter a clone of its data, {again}"
             )
 
     def adopt_gradient(self, name: str, gradient: Tensor) -> None:

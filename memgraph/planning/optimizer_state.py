@@ -5,12 +5,12 @@ a captured step   ->   what it trains, the ops that are inserted, the states tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import fx, nn, optim
+from torch import Tensor, fx, nn, optim
 
 from passes import Machine, Streaming, Trace
 from passes.slices.whole_weight import Reason
@@ -91,13 +91,15 @@ class OptimizerState:
         """Make parameters readable.
 
         Raises:
-            UpdateError: the optimizer has none of the parameters that the module has now.
             ShardError: two would average gradients over ranks.
         """
-        parameters = list(self.module.parameters())
-        # Other tensors are in the places of parameters for one call.
-        is_replaced = parameter_groups(self.optimizer).keys().isdisjoint(parameters)
-        if self.optimizer is not None and is_replaced and all(isinstance(p, nn.Parameter) for p in parameters):
+
+    def refuse_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            UpdateError: the optimizer has none of the parameters that the module has now.
+        """
+        if self.optimizer is not None and self.updated_ids.isdisjoint(map(id, parameters)):
             raise UpdateError(
                 "the module has other parameters than those of the optimizer that was given to memgraph.compile, which "
                 "would update none of them, as after fully_shard or load_state_dict(assign=True): make the optimizer "

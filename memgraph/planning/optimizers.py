@@ -111,7 +111,7 @@ class ShardedOptimizer(OptimizerState):
         super().before_capture()
         if self.wrapper.averages and not self.sharded.sharded_grads.replicated:
             raise ShardError(
-                "a wrapper such as DistributedDataParallel averages the gradients of this module over the ranks, and so "
+                "a wrapper such as DistributedDataParallel averages the gradients of this module over the ranks, as "
                 'does its sharded optimizer: make that with OSS(..., gradients="same"), or leave the wrapper out'
             )
         self.sharded.pending_gathers.gather_for_capture(self.module.parameters())
