@@ -11,5 +11,4 @@ safetensors_file     the same state as a safetensors file
 loaded_state         copy loaded tensors out of a mapped file
 atomic_file          replace a file completely or not at all
 checksums            find damage in a saved file
-refuse_wrapped       refuse modules that train what they wrap
 """

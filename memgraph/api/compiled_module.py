@@ -49,8 +49,22 @@ class CompiledModule(ModuleProxy):
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None, "_trained": lambda: None}
-        self.__dict__["_outputs"] = planner.options.outputs
+        self.__dict__ |= {"_planner": planner, "_kept": KeptSteps(planner), "_latest": None, "_calls": 0}
+        self.__dict__ |= {"_outputs": planner.options.outputs, "_trained": lambda: None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            MemgraphError: this object's `forward` was replaced by one that does not call the planned one.
+        """
+        calls = self._calls
+        result = super().__call__(*args, **kwargs)
+        if calls == self._calls and torch.is_grad_enabled():
+            raise MemgraphError(
+                f"forward of this compiled {self._get_name()} was replaced, and the new one runs no planned step, so "
+                "no budget holds: call the forward that was there in it, or compile a module that has it"
+            )
+        return result
 
     def __repr__(self) -> str:
         return f"CompiledModule({self._module!r}, budget={self._planner.options.budget!r})"
@@ -126,6 +140,7 @@ class CompiledModule(ModuleProxy):
 
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_calls"] += 1
         refuse_transforms()
         self.refuse_partial_update()
         leaves, spec = flatten((args, kwargs))

@@ -20,6 +20,7 @@ from passes import BudgetError
 
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
+from ..guards.wrappers import describe_wrapper
 from ..microbatch.microbatches import MicroBatches
 from ..optim.fused_update import check_fusable
 from ..options.argument_rules import check_argument
@@ -28,9 +29,9 @@ from ..oss import OSS
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.saved_plan import PlanRecord
+from ..system.user_warning import warn_user
 from ..tensors.parameter_groups import parameter_groups
 from .compiled_module import CompiledModule
-from .refuse_wrapped import refuse_wrapped, warn_of_steps
 from .shapes_only import on_device
 from .what_helps import Attempts, with_help
 
@@ -133,7 +134,7 @@ def compile(
         strict=strict, pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
     )  # fmt: skip
     planner.refuse_optimizer()
-    warn_of_steps(model)
+    _warn_of_steps(model)
     return CompiledModule(planner)
 
 
@@ -229,7 +230,8 @@ def _refuse_parts(model: nn.Module) -> None:
         raise TypeError("model is compiled already; give the module that it was made of")
     for path, part in model.named_modules():
         name = f"model.{path}" if path else "model"
-        refuse_wrapped(name, part)
+        if wrapper := describe_wrapper(part):
+            raise TypeError(f"{name} {wrapper}")
         if isinstance(part, CompiledModule):
             raise TypeError(f"{name} is compiled already; compile the whole, with the plain module in that place")
         if isinstance(part, torch.jit.ScriptModule):
@@ -237,3 +239,12 @@ def _refuse_parts(model: nn.Module) -> None:
                 f"{name} is a {type(part).__name__} of torch.jit, which can't be captured; give the module that it was "
                 "made of"
             )
+
+
+def _warn_of_steps(model: nn.Module) -> None:
+    """Warn if a training loop will not call the model itself: only such calls are planned."""
+    if callable(getattr(model, "training_step", None)):
+        warn_user(
+            f"only calls of the compiled module are planned; {type(model).__name__}.training_step runs the plain "
+            "one, outside of the budget: compile its network, as self.net = memgraph.compile(net, budget)"
+        )

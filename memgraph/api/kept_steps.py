@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..capture.floats.float_capture import FloatCapture
@@ -132,11 +133,16 @@ class KeptSteps:
         """Drop steps that hold parameters which neither the module nor the optimizer has: their bytes are in no plan.
 
         Tensors that are no parameters are in their place for one call, as in `torch.func.functional_call`.
+
+        Raises:
+            UpdateError: the optimizer has none of these, and gradients are wanted.
         """
         ids = tuple(map(id, parameters))
         if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
             return
         updated = self.planner.state.updated_ids
+        if torch.is_grad_enabled():
+            self.planner.state.refuse_parameters(parameters)
         with PLANNING_LOCK:
             trained = {key: {*map(id, step.parts.trained)}.difference(ids) for key, step in self.steps.items()}
             for key in [key for key, others in trained.items() if not others <= updated]:

@@ -65,7 +65,10 @@ def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
     for tensor in trained:
         if not isinstance(tensor, FakeTensor):
             name = _name(tensor, module)
-            raise CaptureError(f"{name} requires a gradient but is no parameter of the module: register it as one")
+            raise CaptureError(
+                f"{name} requires a gradient but is no parameter of the module: register it as one; a flat "
+                "parameter, as FullyShardedDataParallel puts there, can't be captured"
+            )
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"forward makes a tensor of shape {tuple(tensor.shape)}, calls requires_grad_() on it and gives it a "

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import CaptureError
+from ..guards.wrappers import describe_wrapper
 from ..system.fake_log import without_fake_errors
 from ..system.frames import is_refused_argument, is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
@@ -171,8 +172,10 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise if a module has backward hooks: they would run once, while it is captured, and never again."""
+    """Raise if a module has backward hooks, or a part is a wrapper: they would run once, while it is captured."""
     for name, part in module.named_modules():
+        if name and (wrapper := describe_wrapper(part)):
+            raise CaptureError(f"{name} {wrapper}")
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(
                 f"{name or 'the model'} has backward hooks, which a captured step can't call: "

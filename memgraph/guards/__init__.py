@@ -14,5 +14,6 @@ variable_guard        a walk over these, at one moment and later
 variable_scope        one place that holds variables, and the lines that name one
 containers            compare a container with a copy, and restore it
 refused_collectives   collectives of the user's own in forward are refused
+wrappers              those that train a module over ranks: refused inside, counted around it
 module_proxy          a module that shares everything with another but its forward
 """

@@ -39,7 +39,7 @@ def signature(
     return (
         spec,
         _arguments(leaves),
-        attributes.same_tensors(tuple(map(_tensor, owned))),
+        attributes.same_tensors((*map(_tensor, owned), *map(type, owned))),
         tuple(map(has_hooks, owned)),
         attributes.key,
         in_process_group(),

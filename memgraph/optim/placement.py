@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
 from ..storage.transfer import offload_tensors
-from ..tensors.aliasing import describe_overlap
+from ..tensors.aliasing import describe_overlap, held_elsewhere
 from ..tensors.layout import alias_storage_as
 
 PARAMETER, GRADIENT = "parameter", "gradient"
@@ -31,37 +31,54 @@ class StatePlacement:
         self.module, self.location = module, location
         self.gradients: dict[str, Tensor] = {}  # mapped
 
-    def place(self, fakes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
+    def place(
+        self, fakes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = (), saved: Iterable[Tensor] = ()
+    ) -> dict[Key, BufferSlice]:
         """Return the slices of these, and offload what is not there yet, or was re-bound by the user.
 
-        `fakes` show the layout of each; `states` are offloaded as well.
+        `fakes` show the layout of each; `states` are offloaded as well; `saved` are tensors of runs that are open.
 
         Raises:
             SpillError: the disk does not take them. Nothing has changed.
-            UpdateError: a parameter shares memory with another one, or with a buffer.
+            UpdateError: a parameter shares memory with another one, with a buffer, or with a tensor of someone else.
         """
         named = dict(self.module.named_parameters())
-        parameters = [named[name] for name in _parameter_names(fakes)]
-        resident = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
+        names = _parameter_names(fakes)
+        moved = {name: named[name] for name in names if buffer_slice_of(named[name].detach()) is None}
         gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
         missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
-        tensors = named | dict(self.module.named_buffers())
-        if resident and (shared := describe_overlap(tensors, _parameter_names(fakes))):
-            raise UpdateError(f"{shared}, or compile again, which leaves them on the device")
-        if resident or missing:
-            self._offload(resident, missing)
+        if moved:
+            self._refuse_move(moved, named | dict(self.module.named_buffers()), saved)
+        if moved or missing:
+            self._offload(list(moved.values()), missing)
         self._offload_states(states)
         return {(kind, name): self._slice(kind, name, named) for kind, name in fakes}
 
     def move_to_device(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
-        """Copy parameters and states back to the device for good."""
+        """Copy parameters and states back to the device for good, but no parameter whose memory others hold by now."""
         named = dict(self.module.named_parameters())
-        for name in names:
+        moved = {name: named[name] for name in names}
+        for name in moved.keys() - held_elsewhere(moved, self.module.buffers()):
             named[name].data = named[name].detach().clone()
         for state in states:
             for key, value in elementwise_states(state).items():
                 if buffer_slice_of(value) is not None:
                     state[key] = value.clone()
+
+    def _refuse_move(self, moved: Mapping[str, Tensor], owned: Mapping[str, Tensor], saved: Iterable[Tensor]) -> None:
+        if empty := [name for name, parameter in moved.items() if parameter.numel() and not parameter.data_ptr()]:
+            raise UpdateError(
+                f"{empty[0]} has no memory, as its storage was resized to 0 bytes: give it its values back"
+            )
+        again = "or compile again, which leaves them on the device"
+        if shared := describe_overlap(owned, moved):
+            raise UpdateError(f"{shared}, {again}")
+        if held := held_elsewhere(moved, (*owned.values(), *saved)):
+            raise UpdateError(
+                f"a tensor outside of the module holds the memory of {held[0]} too, as fully_shard, a flat parameter "
+                "or a state_dict() that is kept do, and to offload it, as planned, would free no memory and separate "
+                f"the two: release that tensor, give the parameter a clone of its data, {again}"
+            )
 
     def adopt_gradient(self, name: str, gradient: Tensor) -> None:
         """Offload a gradient that the user has set; it stays the user's object."""

@@ -9,7 +9,7 @@ reload(w__rows_2, 3)               ->   slot 3: some rows of the slice of a para
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,12 +126,17 @@ class OffloadedSlots:
         self.results = [role.name if role.kind == "gradient" else "" for role in roles]
         self.gradients = {position: name for position, name in enumerate(self.results) if name in names}
 
-    def place(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
-        """Offload what is not in the tier yet, and return the slice of each slot; `tensors` are the step's inputs."""
+    def place(self, tensors: Sequence[Tensor], saved: Iterable[Tensor] = ()) -> dict[int, BufferSlice]:
+        """Offload what is not in the tier yet, and return the slice of each slot.
+
+        Args:
+            tensors: the step's inputs.
+            saved: tensors of runs that are open.
+        """
         placed = self.placed
         if placed is None or not self.states.is_active or placed.addresses != self._addresses(tensors):
             placed = self.placed = None  # so that the disk frees old slices before it is asked for more
-            placed = self.placed = self._place(tensors)
+            placed = self.placed = self._place(tensors, saved)
         return placed.slices
 
     def release_to(self, other: OffloadedSlots | None) -> None:
@@ -214,8 +219,8 @@ class OffloadedSlots:
             results.append(whole)
         return results
 
-    def _place(self, tensors: Sequence[Tensor]) -> PlacementKey:
-        slices = self.placement.place(self.fakes, self.states.activate())
+    def _place(self, tensors: Sequence[Tensor], saved: Iterable[Tensor]) -> PlacementKey:
+        slices = self.placement.place(self.fakes, self.states.activate(), saved)
         by_slot = {number: slot.slice_of(slices[key]) for number, (key, slot) in self.slots.items()}
         return PlacementKey(self._addresses(tensors), by_slot, list(map(buffer_slice_of, self._states())))
 

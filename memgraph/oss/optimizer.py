@@ -135,7 +135,6 @@ class OSS(optim.Optimizer):
         except ShardError:
             self.param_groups[:] = before
             raise
-        self.states.consolidated = None
         if is_complete:
             self.shard_optimizer.add_group(self.layout, len(before), self.param_groups[-1])
 
@@ -193,9 +192,10 @@ class OSS(optim.Optimizer):
         self.pending_gathers.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, owned or not."""
+        """Reset the gradients of all parameters, owned or not, and free this rank's shards of them."""
         self.averager.clipped = None
         super().zero_grad(set_to_none)
+        self.sharded_grads.drop_cleared()
 
     def clip_grad_norm_(
         self,
@@ -321,6 +321,8 @@ class OSS(optim.Optimizer):
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return the plain optimizer's state dict: a copy as old as the last step, with the options of now.
+
+        A new optimizer has an empty state.
 
         Args:
             all_ranks: gather it on all ranks now; every rank has to call it.

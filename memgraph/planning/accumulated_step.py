@@ -74,10 +74,13 @@ def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tens
     """Return the trace with existing gradients of other steps, as when a model is evaluated between steps."""
     own = set(map(id, trained))
     left = existing_gradients(parameter for parameter in module.parameters() if id(parameter) not in own)
-    if not (nbytes := resident_bytes(left)):
-        return trace
-    op = Op(LEFT, "buffer", makes=(Storage(LEFT, nbytes),), holds=(LEFT,), where="gradients of other steps")
-    return replace(trace, ops=(op, *trace.ops))
+    return with_resident(trace, LEFT, resident_bytes(left), "gradients of other steps")
+
+
+def with_resident(trace: Trace, name: str, nbytes: int, where: str) -> Trace:
+    """Return the trace with bytes that others than the step hold on the device, if there are any."""
+    op = Op(name, "buffer", makes=(Storage(name, nbytes),), holds=(name,), where=where)
+    return replace(trace, ops=(op, *trace.ops)) if nbytes else trace
 
 
 def warn_accumulation(accumulated: AccumulatedStep, budget: int) -> None:

@@ -98,7 +98,10 @@ def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: Optimize
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))
-    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=BlockTrials(room))
+    if not cuts.level:
+        return BlockRequest()
+    held, trials = state.held_parameters(), BlockTrials(room)
+    return BlockRequest(cuts.level, options.slices == "auto", cuts.tries, has_equal_bits=trials, held=held)
 
 
 def _require_row_independence(call: Call, device: torch.device, room: int) -> None:

@@ -5,17 +5,19 @@ a captured step   ->   what it trains, the ops that are inserted, the states tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import fx, nn, optim
+from torch import Tensor, fx, nn, optim
 
 from passes import Machine, Streaming, Trace
 from passes.slices.whole_weight import Reason
 
+from ..errors import UpdateError
 from ..graph.captured import Captured
+from ..guards.wrappers import OuterWrapper
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.optimizer_clone import state_tensors
@@ -25,14 +27,17 @@ from ..oss import OSS
 from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..profile.memory_meter import resident_bytes
+from ..runtime.concurrent_runs import concurrent_runs
 from ..runtime.step import Step
-from ..storage.mapped_storage import BufferLocation
-from ..tensors.aliasing import describe_shared_memory
+from ..storage.mapped_storage import BufferLocation, is_offloaded
+from ..tensors.aliasing import describe_shared_memory, held_elsewhere
 from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.parameter_groups import parameter_groups
-from .accumulated_step import with_remaining_grads
+from .accumulated_step import with_remaining_grads, with_resident
 from .ranks import Ranks
+
+WRAPPER = "wrapper"  # the name of what it holds in a trace
 
 
 class OptimizerState:
@@ -43,6 +48,7 @@ class OptimizerState:
         update: the update whose states may be offloaded.
         keeps_captures: a capture can be used again for the same call with gradients to add to.
         has_other_ranks: the optimizer is shared with other processes.
+        wrapper: what trains the module over ranks.
         whole_reason: the reason why no weight comes in blocks of rows; None if there is none.
         on_measured: called when the bytes of a step were measured.
     """
@@ -58,6 +64,7 @@ class OptimizerState:
 
     def __init__(self, module: nn.Module, update: OffloadedUpdate) -> None:
         self.module, self.update, self.placement = module, update, StatePlacement(module)
+        self.wrapper = OuterWrapper(module)
         self.on_measured: Callable[[Step], None] = lambda step: None
 
     @property
@@ -81,7 +88,23 @@ class OptimizerState:
         return nullcontext()
 
     def before_capture(self) -> None:
-        """Make parameters readable."""
+        """Make parameters readable.
+
+        Raises:
+            ShardError: two would average gradients over ranks.
+        """
+
+    def refuse_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            UpdateError: the optimizer has none of the parameters that the module has now.
+        """
+        if self.optimizer is not None and self.updated_ids.isdisjoint(map(id, parameters)):
+            raise UpdateError(
+                "the module has other parameters than those of the optimizer that was given to memgraph.compile, which "
+                "would update none of them, as after fully_shard or load_state_dict(assign=True): make the optimizer "
+                "of the new parameters, and compile with that"
+            )
 
     def outputs(self, outputs: OutputSelector) -> OutputSelector:
         """Return from which outputs backward starts."""
@@ -95,7 +118,7 @@ class OptimizerState:
 
     def key(self) -> tuple[Hashable, ...]:
         """Return what a step depends on: another key needs another plan."""
-        return ()
+        return self.wrapper.averages, self.wrapper.shards
 
     def trained(self, captured: Captured) -> TrainedParameters:
         """Return what a captured step trains."""
@@ -120,13 +143,24 @@ class OptimizerState:
     def with_update(self, trace: Trace, captured: Captured) -> Trace:
         """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
         trained = self.trained(captured)
-        trace = self.add_update(trace, captured.graph.graph, trained)
+        trace = self.add_update(self.with_wrapper(trace), captured.graph.graph, trained)
         # Ranks may hold different ones, and have to be cut alike.
         return trace if self.has_other_ranks else with_remaining_grads(trace, self.module, trained.parameters)
+
+    def with_wrapper(self, trace: Trace) -> Trace:
+        """Return the trace with what a wrapper around the module holds."""
+        return with_resident(trace, WRAPPER, self.wrapper.nbytes, "buffers of the wrapper that trains it over ranks")
 
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
         """Return the trace with the time of the update, where it decides between plans."""
         return trace
+
+    def held_parameters(self) -> frozenset[str]:
+        """Return the names of parameters that stay on the device, since tensors outside of the module hold their
+        memory."""
+        named = {name: p for name, p in self.module.named_parameters() if not is_offloaded(p)}
+        saved = (tensor for run in concurrent_runs(named.values()) for tensor in run.saved_tensors())
+        return frozenset(held_elsewhere(named, (*self.module.buffers(), *parameter_groups(self.optimizer), *saved)))
 
     def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn, optim
 from passes import Machine, Streaming, Trace
 from passes.slices.whole_weight import Reason
 
+from ..errors import ShardError
 from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
 from ..optim.fused_update import FusedUpdate
@@ -46,7 +47,11 @@ class CountedOptimizer(OptimizerState):
 
     def key(self) -> tuple[Hashable, ...]:
         groups = tuple(tuple(map(id, group["params"])) for group in self.optimizer.param_groups)
-        return *groups, tuple(id(p) for p in self.optimizer.state if isinstance(p, Tensor) and not p.requires_grad)
+        return (
+            *super().key(),
+            *groups,
+            tuple(id(p) for p in self.optimizer.state if isinstance(p, Tensor) and not p.requires_grad),
+        )
 
     def trained(self, captured: Captured) -> TrainedParameters:
         parts = state_parts(self.optimizer, self.fused_update is not None)
@@ -103,11 +108,22 @@ class ShardedOptimizer(OptimizerState):
         return announcing_failure(self.sharded, self.module.parameters())
 
     def before_capture(self) -> None:
+        super().before_capture()
+        if self.wrapper.averages and not self.sharded.sharded_grads.replicated:
+            raise ShardError(
+                "a wrapper such as DistributedDataParallel averages the gradients of this module over the ranks, as "
+                'does its sharded optimizer: make that with OSS(..., gradients="same"), or leave the wrapper out'
+            )
         self.sharded.pending_gathers.gather_for_capture(self.module.parameters())
 
     def key(self) -> tuple[Hashable, ...]:
         groups = tuple(tuple(map(id, group["params"])) for group in self.sharded.param_groups)
-        return *groups, self.sharded.pending_gathers.frozen_buckets, self.sharded.sharded_step.frozen_with_state
+        return (
+            *super().key(),
+            *groups,
+            self.sharded.pending_gathers.frozen_buckets,
+            self.sharded.sharded_step.frozen_with_state,
+        )
 
     def trained(self, captured: Captured) -> TrainedParameters:
         self.sharded.refresh_views()
@@ -129,6 +145,10 @@ class ShardedOptimizer(OptimizerState):
 
     def add_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
         return add_sharded_update(trace, self.sharded, trained)
+
+    def held_parameters(self) -> frozenset[str]:
+        """No parameter is offloaded."""
+        return frozenset()
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
         window = offloaded_nbytes(self.sharded, trained.shards)

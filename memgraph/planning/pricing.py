@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
@@ -87,12 +87,23 @@ class Pricing:
             summarized = step.summarize(profiler)
         trace = place_collectives(summarized, not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
-        trace = self.state.add_update(trace, step.graph, step.trained)
+        trace = self.state.add_update(self.state.with_wrapper(self._with_held(trace, step)), step.graph, step.trained)
         if self.options.cuda_graphs is True:
             trace = add_recording_memory(trace)
         if step.ranks.plan_together or self.options.plans:
             return trace
         return with_remaining_grads(trace, self.module, step.trained.parameters)
+
+    def _with_held(self, trace: Trace, step: StepGraph) -> Trace:
+        """Return the trace with the parameters that stay on the device as buffers."""
+        held, roles = self.state.held_parameters(), step.captured.graph_inputs
+        names = {
+            node.name
+            for node, role in zip(step.inputs, roles, strict=False)
+            if role.kind == "parameter" and role.name in held
+        }
+        ops = (replace(op, fn="buffer") if op.name in names else op for op in trace.ops)
+        return replace(trace, ops=tuple(ops)) if names else trace
 
     def _scales(self, step: StepGraph) -> bool:
         """Return True if times are those of another length; compiled segments are timed for each."""

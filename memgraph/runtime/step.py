@@ -133,7 +133,7 @@ class Step:
 
     def _begin(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[StepRun]) -> StepRun:
         """Return a run whose state is in place, with its meter, clock or watch."""
-        run = self._prepare(tensors, is_alone=not others)
+        run = self._prepare(tensors, others)
         run.caller_inputs, run.meter = self.parts.roles.varying, meter
         if others:
             self._note_concurrent(run, others, tensors)
@@ -152,7 +152,7 @@ class Step:
             self.arena.end()
         return run
 
-    def _prepare(self, tensors: Sequence[Tensor], is_alone: bool) -> StepRun:
+    def _prepare(self, tensors: Sequence[Tensor], others: Sequence[StepRun]) -> StepRun:
         """Bring state to its slots and open a run; if that fails, tell the other ranks.
 
         Beside other open runs autograd sums the gradients, which stay where they are.
@@ -160,8 +160,8 @@ class Step:
         tier, slots, sharded = self.parts.tier, self.parts.state_slots, self.parts.sharded_grads
         try:
             if slots is not None:
-                places = slots.place(tensors)
-                if is_alone:
+                places = slots.place(tensors, [saved for run in others for saved in run.saved_tensors()])
+                if not others:
                     slots.offload_gradients(self.parts.roles.owners_of_gradients(tensors))
                 if tier is not None:
                     tier.bind(places)

@@ -63,6 +63,7 @@ class BlockRequest:
     rounds: bool = False
     tries: bool = True
     saved: tuple[Mapping[str, int], ...] = ()
+    held: frozenset[str] = frozenset()
     has_equal_bits: BlockTrials = field(default_factory=BlockTrials)
 
     @property
@@ -75,11 +76,11 @@ def in_blocks(captured: Captured, request: BlockRequest) -> Captured:
     """Return the step with weights in blocks, and with the reasons of those that stay whole."""
     if not request.is_made:
         return captured
-    weights = weights_by_name(captured)
+    weights = weights_by_name(captured, request.held)
     if request.saved:
         sizes, whole = _saved(weights, request.saved), tuple[WholeWeight, ...]()
     else:
-        sizes, whole = _chosen(weights, whole_weights(captured), request)
+        sizes, whole = _chosen(weights, whole_weights(captured, held=request.held), request)
     if sizes:
         blocks = {name: rows_of_blocks(weights[name].rows, size) for name, size in sizes.items()}
         trial = request.has_equal_bits

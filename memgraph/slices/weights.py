@@ -9,7 +9,7 @@ A weight that is tied, or that micro-batches read, has a gradient of several ter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -71,18 +71,20 @@ class Weight:
         return *self.reads, *self.terms
 
 
-def weights_by_name(captured: Captured) -> dict[str, Weight]:
-    """Return the weights of a step that can be read in blocks, by their parameter's name."""
-    return {name: each for name, each in _matrices(captured).items() if isinstance(each, Weight)}
+def weights_by_name(captured: Captured, held: Container[str] = ()) -> dict[str, Weight]:
+    """Return the weights of a step that can be read in blocks, by their parameter's name; not those that are `held`."""
+    return {name: each for name, each in _matrices(captured, held).items() if isinstance(each, Weight)}
 
 
-def whole_weights(captured: Captured, refused: Reason | None = None) -> dict[str, WholeWeight]:
+def whole_weights(
+    captured: Captured, refused: Reason | None = None, held: Container[str] = ()
+) -> dict[str, WholeWeight]:
     """Return the parameters that have to stay whole, by name; if blocks are `refused` for the step, all that it has."""
     nodes = zip(captured.graph.graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     nbytes = {role.name: tensors(node)[0].nbytes for node, role in nodes if role.kind == "parameter"}
     if refused is not None:
         return {name: WholeWeight(name, size, refused) for name, size in nbytes.items()}
-    kept = ((name, each) for name, each in _matrices(captured).items() if isinstance(each, Whole))
+    kept = ((name, each) for name, each in _matrices(captured, held).items() if isinstance(each, Whole))
     return {name: WholeWeight(name, nbytes[name], each.reason, each.detail) for name, each in kept}
 
 
@@ -94,7 +96,7 @@ class Whole:
     detail: str = ""
 
 
-def _matrices(captured: Captured) -> dict[str, Weight | Whole]:
+def _matrices(captured: Captured, held: Container[str]) -> dict[str, Weight | Whole]:
     """Return each parameter that the step reads, as a weight that can be cut, or with the reason why it can't be."""
     graph, returned = captured.graph.graph, returned_values(captured.graph.graph)
     kinds = graph.output_node().meta["kinds"]
@@ -109,6 +111,8 @@ def _matrices(captured: Captured) -> dict[str, Weight | Whole]:
             gradient, kind = gradients.get(role.name, (None, "gradient"))
             is_plain = kind == "gradient" and returned.count(gradient) <= 1
             found[role.name] = weight_of(node, gradient) if is_plain else Whole(Reason.WATCHED)
+            if role.name in held:
+                found[role.name] = Whole(Reason.HELD)
     return found
 
 

@@ -35,6 +35,7 @@ def memory_nbytes(device: torch.device) -> int:
     if device.type != "cpu":
         raise ValueError(
             f"the model is on {device}, which has no memory to plan for; move it to a CPU or a CUDA device"
+            f"{_of_meta([device])}"
         )
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_control_group()])
 
@@ -107,8 +108,20 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(
             f"the model is on several devices, {sorted(map(str, devices))}; move it to one with model.to(...)"
+            f"{_of_meta(devices)}"
         )
     return devices.pop() if devices else torch.device("cpu")
+
+
+def _of_meta(devices: Iterable[torch.device]) -> str:
+    """Return advice for parameters that have no values."""
+    if all(device.type != "meta" for device in devices):
+        return ""
+    return (
+        "; if hooks around its parts load their parameters in each call, as accelerate's cpu_offload, disk_offload and "
+        "dispatch_model do, remove them (accelerate.hooks.remove_hook_from_submodules), since no captured step runs "
+        "them: a plan offloads parameters itself"
+    )
 
 
 def return_freed_memory() -> None:

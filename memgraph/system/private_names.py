@@ -192,6 +192,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {  # the same, of a torch that wa
         "_device_types": "the devices on which ranks can report a missing rank",
         "_get_backend": "only gloo names the missing ranks",
     },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_get_active_ddp_module": "the buckets of the one that calls a compiled module count",
+    },
     "torch.distributed.checkpoint.FileSystemReader": {
         "_get_metadata_path": "the metadata of a checkpoint is read without running code from it",
     },

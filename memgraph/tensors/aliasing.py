@@ -2,13 +2,17 @@
 
 head.weight.data = embedding.weight.data        ->  "embedding.weight and head.weight share ..."
 register_buffer("seen", weight.detach()[:3])    ->  "seen and weight share ..."
+fully_shard(module), which gathers into weight  ->  weight is held elsewhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn, optim
+from torch._subclasses import FakeTensor
 
 from .layout import has_storage, is_dense
 
@@ -42,6 +46,30 @@ def describe_overlap(named: Mapping[str, Tensor], moved: Collection[str]) -> str
         if end > until:
             until, last = end, name
     return ""
+
+
+def held_elsewhere(named: Mapping[str, Tensor], known: Iterable[Tensor]) -> list[str]:
+    """Return the names of tensors whose memory is held by others than these and the `known` ones.
+
+    Moving it would free no memory, and what the holder writes would be lost.
+    """
+    own = Counter[int]()
+    for tensor in {id(tensor): tensor for tensor in (*named.values(), *known)}.values():
+        if has_storage(tensor):
+            own[_id(tensor)] += 1 + tensor._is_view()  # a view refers to its base, too
+    return [name for name, tensor in named.items() if has_storage(tensor) and _references(tensor) > own[_id(tensor)]]
+
+
+def _references(tensor: Tensor) -> int:
+    """Return how many tensors hold a storage; 0 for that of a fake one."""
+    if isinstance(tensor, FakeTensor):
+        return 0
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # one is the storage's own object
+
+
+def _id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def address_range(tensor: Tensor) -> tuple[int, int]:

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     SMALLER = "smaller"
     FUSED = "fused"
     SHARDED = "sharded"
+    HELD = "held"
     RECORDED = "recorded"
 
 
@@ -43,6 +44,7 @@ TEXTS = {
     Reason.SMALLER: "no larger than {}, which stays whole",
     Reason.FUSED: "updated in backward, with fuse_update=True",
     Reason.SHARDED: "its gradient is reduced over ranks by a sharded optimizer",
+    Reason.HELD: "a tensor outside of the module, as of fully_shard or of a kept state_dict(), holds its memory too",
     Reason.RECORDED: "recorded steps, with cuda_graphs=True, offload no weights",
 }
 

@@ -62,4 +62,9 @@ def _advice(tensor: Tensor) -> str:
         return "pad the rows, and mask what follows their ends"
     if tensor.is_quantized:
         return "call .dequantize() on it"
-    return "call .to_dense() on it" if tensor.is_mkldnn else "give the plain tensors that it is made of"
+    if tensor.is_mkldnn:
+        return "call .to_dense() on it"
+    return (
+        "give the plain tensors that it is made of; parameters that fully_shard, parallelize_module or "
+        "distribute_module have sharded can't be captured, but a compiled module may be inside fully_shard"
+    )

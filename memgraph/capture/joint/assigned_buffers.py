@@ -45,7 +45,8 @@ def _assignable(role: Input, before: Tensor, assigned: object) -> Tensor:
     """Return the tensor that was assigned to a buffer, if copying it into the buffer is the same."""
     if role.kind == "parameter" or not isinstance(assigned, Tensor):
         raise CaptureError(
-            f"forward puts a {type(assigned).__name__} in the place of {role.label}, as no captured step can"
+            f"forward, or a wrapper around the module such as FullyShardedDataParallel, puts a "
+            f"{type(assigned).__name__} in the place of {role.label}, as no captured step can"
         )
     if (assigned.shape, assigned.dtype, assigned.device) != (before.shape, before.dtype, before.device):
         raise CaptureError(

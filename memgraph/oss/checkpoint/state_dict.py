@@ -32,11 +32,14 @@ Groups = list[dict[str, Any]]
 
 
 class StateDicts:
-    """State dicts of one sharded optimizer. `consolidated` is a copy of the whole state, until the state changes."""
+    """State dicts of one sharded optimizer. `consolidated` is a copy of the whole state, until the state changes.
+
+    A new optimizer has no state, on any rank.
+    """
 
     def __init__(self, layout: ShardLayout, optimizer: ShardOptimizer, watchdog: CollectiveWatchdog) -> None:
         self.own, self.watchdog = OwnState(layout, optimizer, watchdog), watchdog
-        self.consolidated: dict[int, Entries] | None = None
+        self.consolidated: dict[int, Entries] | None = {}
 
     def consolidate(self, to: int | None, incomplete: bool) -> None:
         """Gather the whole state on the rank `to`, on all ranks for None or -1; a collective."""
@@ -92,7 +95,7 @@ class StateDicts:
             inner.state, inner.param_groups = before
             text = format_failures(failures)
             raise StateError(f"the state could not be loaded: {text}; the optimizer is as it was") from error
-        self.consolidated = None
+        self.consolidated = None if state else {}
         return [
             {**_options(loading), **{name: now[name] for name in APART if name in now}, **_options(loaded)}
             for loading, loaded, now in zip(groups, inner.param_groups, current, strict=True)

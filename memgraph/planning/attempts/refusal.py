@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import passes
 from passes import Machine
-from passes.slices.whole_weight import WholeWeight, reason_lines
+from passes.slices.whole_weight import Reason, WholeWeight, reason_lines
 
 from ...errors import BudgetError
 from ...microbatch.advice import suggest_microbatches
@@ -94,8 +94,9 @@ def _of_value_run(graph: StepGraph) -> tuple[str, str]:
 
 
 def _reasons(whole: Sequence[WholeWeight], smallest: int) -> str:
-    """Return lines for the weights whose bytes matter beside the smallest budget."""
-    lines = reason_lines(each for each in whole if each.nbytes >= MUCH * smallest)
+    """Return lines for the weights whose bytes matter beside the smallest budget, and those that the caller keeps."""
+    named = (each for each in whole if each.nbytes >= MUCH * smallest or each.reason is Reason.HELD)
+    lines = reason_lines(named)
     return "\n".join(["", STAY_WHOLE, *lines]) if lines else ""
 
 

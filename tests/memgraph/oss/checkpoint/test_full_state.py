@@ -138,6 +138,23 @@ def test_a_rank_without_a_whole_state_says_so() -> None:
     assert first[4].startswith("rank 1 has no state to save: a step has failed when some parameters were updated")
 
 
+def _new(rank: int) -> list[bool]:
+    module, ours = trained(optim.Adam, {}, 0)
+    _, theirs = plain(optim.Adam, {}, 0)
+    found = [same(ours.state_dict(), theirs.state_dict())]
+    ours.load_state_dict(ours.state_dict())
+    group = {"params": [nn.Parameter(torch.ones(3))], "lr": 0.5}
+    ours.add_param_group(dict(group))
+    theirs.add_param_group(dict(group))
+    found.append(same(ours.state_dict(), theirs.state_dict()))
+    on(module, ours, 1)
+    return [*found, "consolidate_state_dict" in refusal(StateError, ours.state_dict)]
+
+
+def test_a_new_optimizer_has_an_empty_state_which_it_loads() -> None:
+    assert on_ranks(2, _new) == [[True] * 3] * 2
+
+
 class Odd(optim.SGD):
     """Its state has something in it that JSON can not express."""
 

@@ -109,6 +109,18 @@ def _frozen_first() -> bool:
     return first == {0} and before == [part.nbytes for part in shard_parts(ours)] and sum(before) > BYTES
 
 
+def _zeroes() -> bool:
+    """The shard of an averaged bucket takes no memory until the next backward, and is zero where gradients are."""
+    module = Chain()
+    ours = memgraph.OSS(module.parameters(), optim.SGD, lr=0.1)
+    model, shards = memgraph.compile(module, "1GB", optimizer=ours, time_limit=0.0), ours.sharded_grads.shards
+    train(model, ours, batches(), 1)
+    freed = not shards
+    model(batches()()).backward()
+    ours.zero_grad(set_to_none=False)
+    return freed and bool(shards) and not any(shard.any() for shard in shards.values())
+
+
 def _frozen_same() -> bool:
     """Nothing stands for the gradient of what is frozen, where those that there are need not be averaged."""
     parameters = [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(200_000))]
@@ -125,6 +137,7 @@ def _between(rank: int) -> list[str]:
     wrong += [] if _keeps_its_own() else ["keeps its own"]
     wrong += [f"evaluates, gather={gather}" for gather in ("step", "forward") if not _evaluates(gather)]
     wrong += [] if _frozen_first() else ["frozen first"]
+    wrong += [] if _zeroes() else ["zeroes gradients"]
     return wrong + ([] if _frozen_same() else ["frozen, with gradients that are the same"])
 
 
