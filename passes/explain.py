@@ -3,7 +3,8 @@
 1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
 Peak memory is at b (gelu, layers.0 model.py:8). Live on cpu at that point: ...
 No plan can use less than 2100 bytes: that many are in use at q (gelu_backward) at the same time: ...
-Most of that is activation (1800 bytes). Give budget=2150, or smaller batches, ...
+Most of that is activation (1800 bytes).
+Give budget=2150, or smaller batches, ...
 
 Nothing is tried for it: the forecast has the bytes of each kind, and each kind has its options.
 """
@@ -125,7 +126,7 @@ def _advice(
     if _is_loss([op, *(forecast.trace.op[life.producer] for life in live[:2])]):
         advice.append(CHUNKS)
     most = " and ".join(f"{kind} ({kinds[kind]} bytes)" for kind in much)
-    return f"Most of that is {most}. Give budget={forecast.peak}, or {', or '.join(dict.fromkeys(advice))}."
+    return f"Most of that is {most}.\nGive budget={forecast.peak}, or {', or '.join(dict.fromkeys(advice))}."
 
 
 def _is_loss(ops: Iterable[Op]) -> bool:

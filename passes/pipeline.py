@@ -216,9 +216,12 @@ def _run(
         elif is_late and not each.quick:
             is_cut = True
             continue
-        elif each.quick and not each.offloads and each not in late and without_offload() > machine.budget:
-            late.append(each)  # it can't fit, and tells the smallest budget where nothing does
-            continue
+        elif each.quick and not each.offloads and without_offload() > machine.budget:
+            if each not in late:
+                late.append(each)  # it can't fit, and tells the smallest budget where nothing does
+                continue
+            if without_offload() >= best.forecast.peak:
+                continue
         ends = until if fits else _end(each, until)
         try:
             proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
