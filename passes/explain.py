@@ -1,14 +1,18 @@
-"""Explain why no plan fits a budget: the op at the peak, what is live there, its source lines, and what would help.
+"""Explain why no plan fits a budget: the op at the peak, what is live there, its source lines, and what acts on that.
 
 1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
 Peak memory is at b (gelu, layers.0 model.py:8). Live on cpu at that point: ...
 No plan can use less than 2100 bytes: that many are in use at q (gelu_backward) at the same time: ...
+Most of that is activation (1800 bytes).
+Give budget=2150, or smaller batches, ...
+
+Nothing is tried for it: the forecast has the bytes of each kind, and each kind has its options.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,11 +32,13 @@ HELP = {
     "parameter": "fewer or smaller parameters, e.g. a smaller dtype",
     "buffer": "fewer or smaller buffers",
     "state": "an optimizer that keeps less, e.g. SGD or Adafactor",
-    "gradient": "fewer parameters that require a gradient",
+    "gradient": "fewer parameters that require a gradient, or fuse_update=True",
 }
-SMALLER = "smaller batches, whose gradients add up"
-PARTS = "microbatches=2 or more (the batch in several parts within the step)"
-CHUNKS = "a loss that is computed in chunks"
+SMALLER = (
+    "smaller batches, whose gradients add up, or microbatches= (the batch in more parts within the step), if its rows "
+    "do not need each other"
+)
+CHUNKS = "a loss that is computed in chunks, as with slices='auto'"
 TIER = "a tier to offload to (offload='auto')"
 STREAM = "state that is offloaded to disk (offload='auto', and an element-wise optimizer, e.g. AdamW)"
 
@@ -46,11 +52,9 @@ def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) ->
         f"Peak memory is at {_named(op)}. Live on {machine.device} at that point:",
         *_listed(forecast.trace, op, live, forecast.peak),
     ]
-    least = f"Give budget={forecast.peak}"
     floor = _floor(captured, machine)
     if floor is None:
-        advice = [*([] if machine.link.out else [TIER]), *_advice(forecast.trace, op, live, machine)]
-        return "\n".join([*lines, f"{least}, or {' or '.join(advice)}."])
+        return "\n".join([*lines, _advice(forecast, op, live, machine, [] if machine.link.out else [TIER])])
     program, at = floor
     is_peak = captured.ops[at].name == op.name
     live, nbytes = _in_use(program, at), int(program.floor[at])
@@ -58,7 +62,7 @@ def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) ->
     where = f"{op.name} at the same time." if is_peak else f"{_named(op)} at the same time:"
     lines.append(f"No plan can use less than {nbytes} bytes: that many are in use at {where}")
     lines += [] if is_peak else _listed(captured, op, live, nbytes)
-    return "\n".join([*lines, f"{least}, or {' or '.join(_advice(captured, op, live, machine))}."])
+    return "\n".join([*lines, _advice(forecast, op, live, machine)])
 
 
 def _floor(captured: Trace, machine: Machine) -> tuple[PlanProblem, int] | None:
@@ -108,18 +112,21 @@ def _in_use(program: PlanProblem, at: int) -> tuple[Lifetime, ...]:
     return tuple(life for life in program.captured.live_at(at) if stays(life))
 
 
-def _advice(trace: Trace, op: Op, live: tuple[Lifetime, ...], machine: Machine) -> list[str]:
-    """Suggest how to shrink the largest kinds of memory at the peak."""
+def _advice(
+    forecast: Forecast, op: Op, live: tuple[Lifetime, ...], machine: Machine, first: Sequence[str] = ()
+) -> str:  # fmt: skip
+    """Name the largest kinds of memory at the peak, and what acts on these."""
     kinds = Counter({"workspace": op.workspace})
     for life in live:
         kinds[life.kind] += life.nbytes
     much = [kind for kind, nbytes in kinds.most_common() if nbytes >= MUCH * kinds.total()] or ["workspace"]
-    advice = [HELP.get(kind, SMALLER) for kind in much]
+    advice = [*first, *(HELP.get(kind, SMALLER) for kind in much)]
     if any(kind in STATE for kind in much) and machine.device == "cpu" and not machine.streaming.enabled:
         advice.append(STREAM)
-    if _is_loss([op, *(trace.op[life.producer] for life in live[:2])]):
+    if _is_loss([op, *(forecast.trace.op[life.producer] for life in live[:2])]):
         advice.append(CHUNKS)
-    return list(dict.fromkeys(advice))
+    most = " and ".join(f"{kind} ({kinds[kind]} bytes)" for kind in much)
+    return f"Most of that is {most}.\nGive budget={forecast.peak}, or {', or '.join(dict.fromkeys(advice))}."
 
 
 def _is_loss(ops: Iterable[Op]) -> bool:

@@ -159,11 +159,15 @@ def make_plan(
 def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK) -> PlanResult:
     """Return the plan that is found if all ops take equally long, and no link is measured, whether it fits or not.
 
-    It is the same in each process, so a budget that an error names works in all of them.
+    It is the same in each process, so a budget that an error names works in all of them.  Where none can fit, the search
+    ends at a pass that is within 2 % of the bytes that every plan needs.
     """
-    nominal = machine.nominal
-    orders = _orders(with_nominal_times(trace), nominal)
-    found = [_run(_unplanned(order, nominal), nominal, quick, quiet, 0.0)[0] for order in orders]
+    nominal, found, least = machine.nominal, list[PlanResult](), proven_nbytes(trace, machine)
+    enough = int((1 + GOOD_GAP) * least) if least > machine.budget else 0
+    for order in _orders(with_nominal_times(trace), nominal):
+        found.append(_run(_unplanned(order, nominal), nominal, quick, quiet, 0.0, enough=enough)[0])
+        if found[-1].forecast.peak <= enough:
+            break
     best = min(found, key=lambda result: (max(machine.budget, result.forecast.peak), result.forecast.us))
     start = _unplanned(order_like(trace, best.captured.trace), machine)
     return _better(start, Proposal(best.plan), machine)
@@ -189,18 +193,18 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
 
 def _run(
     best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool = False,
-    below: float = math.inf,
+    below: float = math.inf, enough: int = 0,
 ) -> tuple[PlanResult, bool]:  # fmt: skip
     """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does.
 
-    The second result is True if a pass had too little time while nothing fitted.
+    A peak of `enough` bytes ends it too.  The second result is True if a pass had too little time while nothing fitted.
     """
     is_cut, late = False, list[Pass]()
     trace, best, no_offload_us = best.captured.trace, replace(best, greedy=not solver.is_installed()), 0.0
     without_offload = cache(partial(_least_without_offload, trace, machine))
     for each in chain(passes, late):
         fits, is_late = best.forecast.peak <= machine.budget, time.monotonic() >= until
-        if best.least.once_us >= below:
+        if best.least.once_us >= below or best.forecast.peak <= enough:
             break
         if fits:
             if not best.plan or best.gap <= GOOD_GAP:
@@ -212,9 +216,12 @@ def _run(
         elif is_late and not each.quick:
             is_cut = True
             continue
-        elif each.quick and not each.offloads and each not in late and without_offload() > machine.budget:
-            late.append(each)  # it can't fit, and tells the smallest budget where nothing does
-            continue
+        elif each.quick and not each.offloads and without_offload() > machine.budget:
+            if each not in late:
+                late.append(each)  # it can't fit, and tells the smallest budget where nothing does
+                continue
+            if without_offload() >= best.forecast.peak:
+                continue
         ends = until if fits else _end(each, until)
         try:
             proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)

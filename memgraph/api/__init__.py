@@ -4,7 +4,6 @@ compiler             compile() and plan(): read the options, return a module or 
 compiled_module      CompiledModule: run the step of a call
 kept_steps           the steps of a module's calls, found by signature or planned
 budget_sweep         sweep(): the time of a step for every budget
-what_helps           options that are not on, each planned to say what it would give
 shapes_only          tensors without bytes as arguments of plan() and sweep()
 training_state       save_state() and load_state(): model, optimizer and random numbers in one file
 safetensors_file     the same state as a safetensors file

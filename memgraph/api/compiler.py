@@ -8,15 +8,12 @@ Both take the same options; `compile` documents them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Unpack
 
 import torch
 from torch import nn
-
-from passes import BudgetError
 
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
@@ -33,7 +30,6 @@ from ..system.user_warning import warn_user
 from ..tensors.parameter_groups import parameter_groups
 from .compiled_module import CompiledModule
 from .shapes_only import on_device
-from .what_helps import Attempts, with_help
 
 
 def compile(
@@ -153,7 +149,7 @@ def plan(
         print(memgraph.plan(model, worst, budget="8GB"))
 
     Tensors of device "meta" stand for tensors of their shapes on the model's device.  Arguments and errors are those of
-    `compile`.  A BudgetError also says which other options would help, and how much.
+    `compile`.
     """
     given: CompileArguments = {
         "optimizer": optimizer, "loss": loss, "offload": offload, "spill_dir": spill_dir, "plan": plan,
@@ -162,14 +158,8 @@ def plan(
         "lower": lower, "pinned": pinned, "cuda_graphs": cuda_graphs, "opaque": opaque, "slices": slices,
     }  # fmt: skip
     planner = make_planner(model, budget, **given)
-    real, began = on_device(planner.module, args, kwargs, microbatches), time.monotonic()
-    try:
-        return planner.step(*real, planner.options.outputs).current_report
-    except BudgetError as error:
-        if planner.state.has_other_ranks:  # which would have to try the same
-            raise
-        attempts = Attempts(make_planner, model, args, kwargs, budget, given, time.monotonic() - began)
-        raise with_help(error, attempts.better_than(error)) from None
+    real = on_device(planner.module, args, kwargs, microbatches)
+    return planner.step(*real, planner.options.outputs).current_report
 
 
 def make_planner(model: nn.Module, budget: Budget, **given: Unpack[CompileArguments]) -> Planner:

@@ -7,23 +7,19 @@ memgraph explain train.py:setup
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import networkx as nx
 import typer
 from rich.console import RenderableType
 
 from ..api.budget_sweep import sweep as plan_for_each
-from ..api.compiler import make_planner
 from ..api.compiler import plan as plan_call
 from ..api.unplanned import unplanned
-from ..api.what_helps import Attempts
 from ..fit.described_model import ModelCall
-from ..options.compile_options import CompileArguments
 from ..report.printout import peak_printout
 from ..report.report import Report
 from ..report.snapshot_peak import snapshot_peaks
@@ -90,9 +86,6 @@ def plan(
     save(report, output, html)
     _save_for_programs(report, trace, graphml)
     write(report, as_json)
-    if not as_json and not report.choice.interrupted:
-        with suppress(KeyboardInterrupt):  # the answer is there
-            _print_help(call, report, options)
     return 0
 
 
@@ -158,17 +151,6 @@ def _loaded(target: str) -> ModelCall:
     call = load_call(target)
     say("capturing the step")
     return call
-
-
-def _print_help(call: ModelCall, report: Report, options: dict[str, Any]) -> None:
-    """Print the options with which a plan that costs much would cost less."""
-    given = cast(CompileArguments, {**options, "optimizer": call.optimizer, "loss": call.loss})
-    took_s = report.planned_us / 1e6
-    attempts = Attempts(make_planner, call.model, call.args, dict(call.kwargs), report.budget, given, took_s)
-    with stdout_for_data():
-        helps = attempts.better_than(report)
-    if helps:
-        print("\n".join(["", "what else would help, by a quick forecast", *(f"  {help}" for help in helps)]))
 
 
 def _options(time_limit: float | None, offload: Offload, **more: Any) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Planner:
                 step = self._step(planned)
                 return step if call.nearby is None else step.without_replan()
             refused.append(planned)
+            attempts.note_refused(planned.smallest, planned.least_in_blocks)
         return min(refused, key=lambda each: each.smallest).refuse(attempts)
 
     def _attempts(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from passes import Machine, Trace
+from passes import Link, Machine, Streaming, Trace
 from passes.concurrent_forwards import unplanned_nbytes
 from passes.cuda_graph_memory import add_recording_memory
+from passes.lp.problem import proven_nbytes
 from passes.order.comm_order import place_collectives
 
 from ..optim.update_cost import with_windows
@@ -66,15 +67,26 @@ class Pricing:
             libraries_nbytes(target.device)  # loads them before anything is measured
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
             times = self._needs_plan(plain, machine, machine.budget) or step.lowers or ranks.plan_together
-            times = times and not self._scales(step)
+            hopeless = self._is_hopeless(step, plain, machine)
+            times = times and not self._scales(step) and not hopeless
             profiler = op_profiler(step.inputs, self.state, target, self.until, times, self.progress)
             if target.device.type == "cpu" and self._needs_plan(plain, machine, target.budget):
                 hold(profiler, target.budget)  # while it lives: ops are timed as in a step that needs a plan
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
         if self._needs_plan(trace, machine, machine.budget):
-            trace, machine = self._with_links(step, trace, machine, profiler)
+            trace, machine = self._with_links(step, trace, machine, profiler, hopeless)
         return trace, ranks.share_machine(machine)
+
+    def _is_hopeless(self, step: StepGraph, plain: Trace, machine: Machine) -> bool:
+        """Return True if no plan fits, as the text without prices shows: then no time is measured, as none counts.
+
+        Ranks measure alike, whatever one of them knows.
+        """
+        if self.for_any_budget or step.lowers or step.ranks.plan_together or self.options.plans:
+            return False
+        best = replace(machine, link=Link(1.0, 1.0), streaming=Streaming(True)) if step.target.tier else machine
+        return proven_nbytes(plain, best) > machine.budget
 
     def _needs_plan(self, trace: Trace, machine: Machine, budget: int) -> bool:
         return self.for_any_budget or unplanned_nbytes(trace, machine, self.options.forwards) > budget
@@ -110,24 +122,28 @@ class Pricing:
         return self.nearby is not None and not step.lowers and not step.ranks.plan_together
 
     def _with_links(
-        self, step: StepGraph, trace: Trace, machine: Machine, profiler: OpProfiler
+        self, step: StepGraph, trace: Trace, machine: Machine, profiler: OpProfiler, hopeless: bool
     ) -> tuple[Trace, Machine]:
-        """Return trace and machine with what only a plan needs: times, segments, links and windows."""
+        """Return trace and machine with what only a plan needs: times, segments, links and windows.
+
+        Nothing is timed for a step that is `hopeless`, and its links are guessed.
+        """
         if self._scales(step) and self.nearby is not None:
             trace = scaled_times(trace, self.nearby)
-        elif not profiler.times:
+        elif not profiler.times and not hopeless:
             trace = profiler.timed(trace, step.summarize)
         lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
         trace, target, options = lowering.shared(), step.target, self.options
         with step.ranks.reporting_errors():
             sizes = sizes_of(trace, machine.budget)
             links = target.tier, target.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
-            machine = measure_links(machine, *links, rates_room(profiler.room, target.budget))
+            room = 0 if hopeless else rates_room(profiler.room, target.budget)
+            machine = measure_links(machine, *links, room)
             if options.cuda_graphs is not True:  # offloading state is work of the host, which no recording repeats
                 machine = self.state.with_offloaded_state(machine, step.trained)
         if step.captured.blocks:
             trace = with_windows(trace, machine.streaming.window)
-        return self.state.price_update(trace, machine, step.trained), machine
+        return trace if hopeless else self.state.price_update(trace, machine, step.trained), machine
 
 
 def op_profiler(

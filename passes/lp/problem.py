@@ -193,6 +193,17 @@ class PlanProblem:
         """Bytes that every plan needs; the least that a plan needs may be more."""
         return int(self.floor.max(initial=0.0))
 
+    @property
+    def least_beside_states(self) -> int:
+        """Bytes that every plan needs even if states came and went in blocks: without these, and without workspaces."""
+        change, states = np.zeros(self.size + 1), {each.storage for each in self.states}
+        for life in self.captured.lifetimes:
+            if life.storage in states:
+                change[life.first] += life.nbytes
+                change[life.last + 1] -= life.nbytes
+        beside = self.in_use - np.cumsum(change)[:-1] - self.captured.by_kind["workspace"]
+        return int(beside.max(initial=0.0))
+
     def least_workspace(self, position: int) -> int:
         """Return the fewest bytes that the op at a position allocates while it runs: an update may run in windows."""
         nbytes = self.gaps.trace.ops[position].workspace

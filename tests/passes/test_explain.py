@@ -80,7 +80,8 @@ Peak memory is at n (log_softmax_backward, loss model.py:20). Live on cpu at tha
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] loss model.py:21
 No plan can use less than 5558 bytes: that many are in use at n at the same time.
-Give budget=5558, or smaller batches, whose gradients add up or a loss that is computed in chunks.
+Most of that is temporary (3600 bytes) and activation (1800 bytes).
+Give budget=5558, or smaller batches, whose gradients add up, or microbatches= (the batch in more parts within the step), if its rows do not need each other, or a loss that is computed in chunks, as with slices='auto'.
 """,
     )
 
@@ -107,7 +108,8 @@ No plan can use less than 2200 bytes: that many are in use at b (dropout, layers
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              100 bytes  input      x u8[100]
-Give budget=3208, or smaller batches, whose gradients add up.
+Most of that is activation (2100 bytes).
+Give budget=3208, or smaller batches, whose gradients add up, or microbatches= (the batch in more parts within the step), if its rows do not need each other.
 """,
     )
 

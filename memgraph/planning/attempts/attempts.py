@@ -5,6 +5,7 @@ whole weights; chains in slices as far as "auto" goes   ->   weights in blocks o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from ..optimizer_state import OptimizerState
 from ..progress import Progress
 from ..step_graph import Call, StepGraph
 from ..target import Target
+
+WORTH = 0.05  # of the smallest budget: what blocks have to spare where they are not enough
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,12 @@ class Attempts:
         self.call, self.target, self.state, self.options = call, target, state, options
         self.progress, self.earlier = progress, earlier
         self.whole: tuple[WholeWeight, ...] = ()
+        self.smallest, self.least_in_blocks = math.inf, 0
+
+    def note_refused(self, smallest: int, least_in_blocks: int) -> None:
+        """Note that the latest attempt needs so many bytes, and at least so many if weights come in blocks."""
+        if smallest <= self.smallest:
+            self.smallest, self.least_in_blocks = smallest, least_in_blocks
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield a graph, and others as long as the caller goes on."""
@@ -80,6 +89,8 @@ class Attempts:
             return False
         if not cuts.level:
             return self.options.slices == "auto" and (cuts.extent != "whole" or bool(first.captured.slices))
+        if self.least_in_blocks > max(first.target.budget, (1 - WORTH) * self.smallest):
+            return False
         refused = Reason.RECORDED if self.options.cuda_graphs is True else self.state.whole_reason
         if refused is not None:
             self.whole = refused_weights(first.captured, refused)

@@ -15,6 +15,8 @@ from functools import partial
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import PlanProblem
 from passes.slices.whole_step import among, is_faster, needs_none, whole_plan
 
 from ...errors import PlanError
@@ -28,7 +30,7 @@ from ..scalar_outputs import OtherOutputsDropped, needed_nbytes, with_scalars_on
 from ..search import PlanSearch
 from ..step_graph import Call, LayoutsDiffer, StepGraph
 from .attempts import Attempt, Attempts
-from .refusal import budget_error, has_time_left, refuse_value_run
+from .refusal import budget_error, refuse_value_run
 
 LOG = logging.getLogger(__name__)
 
@@ -65,10 +67,12 @@ class Refused:
 
     Attributes:
         smallest: the fewest bytes for which a plan was found.
+        least_in_blocks: bytes that every plan needs even if weights came in blocks of rows.
         refuse: raises the error, with the weights that stay whole in all attempts, or returns what is planned instead.
     """
 
     smallest: int
+    least_in_blocks: int
     refuse: Callable[[Attempts], OtherOutputsDropped]
 
 
@@ -116,11 +120,10 @@ class GraphPlanner:
                     return OtherOutputsDropped(for_scalars, needed_nbytes(failed, trace, machine))
                 if isinstance(failed, PlanError):
                     raise failed
-                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
-                raise budget_error(failed, call, graph, later.needed_nbytes, suggest, attempts.whole) from None
+                raise budget_error(failed, later.needed_nbytes, attempts.whole) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, refuse)
+            return Refused(smallest, PlanProblem(ReuseGaps(trace), machine).least_beside_states, refuse)
         return Planned(graph, machine, result, later, began)
 
     def _or_whole(self, attempt: Attempt, sliced: Planned) -> Planned:

@@ -1,4 +1,4 @@
-"""The error of a call that no plan fits: a budget that works, and what else would help, if time is left to find out.
+"""The error of a call that no plan fits: a budget that works, and what acts on the bytes that are in the way.
 
 453058 bytes are allowed; the smallest budget for which a plan was found is 702116.
 That is for a call that adds to gradients, as with accumulation; one that adds to none needs 689796: accumulate=False
@@ -8,39 +8,29 @@ plans for that alone.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 
 import passes
-from passes import Machine
 from passes.slices.whole_weight import Reason, WholeWeight, reason_lines
 
 from ...errors import BudgetError
-from ...microbatch.advice import suggest_microbatches
 from ...profile.measuring_room import room_nbytes
 from ...profile.memory_meter import argument_nbytes
-from ...system.locks import capturing
 from ..step_graph import Call, StepGraph
 
-FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
 MUCH = 0.1  # share of the smallest budget from which on a weight that stays whole is named
 STAY_WHOLE = "Weights that stay whole, where blocks of rows were looked for:"
-CAPTURES = 6  # that advice on micro-batches takes
 
 
 def budget_error(
-    error: passes.BudgetError, call: Call, graph: StepGraph, accumulated_nbytes: Callable[[], int], suggest: bool,
-    whole: Sequence[WholeWeight] = (),
-) -> BudgetError:  # fmt: skip
+    error: passes.BudgetError, accumulated_nbytes: Callable[[], int], whole: Sequence[WholeWeight] = ()
+) -> BudgetError:
     """Return the error to raise instead of `error`.
 
     Args:
         accumulated_nbytes: returns the bytes that the call needs once gradients exist; 0 if none ever do.
-        suggest: try micro-batches, for which the call is captured a few more times.
         whole: large weights that stay whole where blocks of rows were looked for.
     """
-    if suggest:
-        error = _with_microbatches(error, call, graph)
     needed, text = max(error.smallest, accumulated_nbytes()), str(error)
     if needed > error.smallest:
         text = (
@@ -100,22 +90,9 @@ def _reasons(whole: Sequence[WholeWeight], smallest: int) -> str:
     return "\n".join(["", STAY_WHOLE, *lines]) if lines else ""
 
 
-def _with_microbatches(error: passes.BudgetError, call: Call, graph: StepGraph) -> passes.BudgetError:
-    machine = Machine(graph.target.budget, str(graph.target.device))
-    with capturing(call.module):
-        return suggest_microbatches(
-            error, call.module, call.args, call.kwargs, call.outputs, graph.captured.graph.graph, machine
-        )
-
-
 def _with_smallest(error: passes.BudgetError, smallest: int) -> str:
     """Return the error's text with another smallest budget."""
     text = str(error)
     for before in ("a plan was found is ", "budget="):
         text = re.sub(rf"{before}{error.smallest}\b", f"{before}{smallest}", text)
     return text
-
-
-def has_time_left(graph: StepGraph, captured_s: float, until: float) -> bool:
-    """Return True if a step that was captured in so many seconds can be tried in micro-batches before `until`."""
-    return len(graph.graph.nodes) <= FEW or time.monotonic() + CAPTURES * captured_s < until

@@ -132,15 +132,6 @@ def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.C
     assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
 
 
-def test_options_that_would_help_are_named_with_what_they_give(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{target}:setup", "--json"]) == 0
-    peak = json.loads(capsys.readouterr().out)["peak"]
-    given = ["plan", f"{target}:setup", "--offload", "none", "--budget"]
-    assert main([*given, str(peak // 2)]) == 3
-    said = capsys.readouterr().err.partition("What else would help, by forecast:")[2].strip().splitlines()
-    assert said and all(re.search(r": (fits, [\d.]+ ms|[\d.]+ K?M?B will do)$", line) for line in said)
-
-
 def test_a_plan_is_written_shown_and_compared(
     plans: tuple[Path, Path], target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

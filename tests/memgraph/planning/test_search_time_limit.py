@@ -1,4 +1,4 @@
-"""After `time_limit` a call ends with what it has: in pricing, in the quick passes, and with advice."""
+"""After `time_limit` a call ends with what it has: in pricing and in the quick passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import memgraph
 from memgraph.options import compile_options
 from memgraph.options.compile_options import FIRST_CALL_S
 from memgraph.planning import search
-from memgraph.planning.attempts import refusal
 from memgraph.profile import op_profiler
 from memgraph.system.timer import shortest_us
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan
@@ -66,23 +65,6 @@ def test_without_time_each_op_runs_for_its_bytes_and_one_time(
     compiled = memgraph.compile(net(), budget, offload=None, time_limit=0)
     compiled(x).sum().backward()
     assert compiled.plan.measured is not None and compiled.plan.measured <= compiled.plan.peak <= budget
-
-
-@pytest.mark.parametrize(("limit", "few", "asked"), [(0, 0, 0), (0, 500, 1), (None, 0, 1)])
-def test_advice_is_given_where_there_is_time_or_the_step_is_small(
-    limit: float | None, few: int, asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(refusal, "FEW", few)
-
-    def noted(error: BudgetError, *given: Any) -> BudgetError:
-        calls.append(given)
-        return error
-
-    monkeypatch.setattr(refusal, "suggest_microbatches", noted)
-    with pytest.raises(memgraph.BudgetError):
-        memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
-    assert len(calls) == asked
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1000, 1000.0), (None, FIRST_CALL_S)])
