@@ -43,6 +43,7 @@ with paused_collector():  # what an import makes stays
         SnapshotError,
         StateError,
         TorchVersionError,
+        UnplannedError,
         UpdateError,
     )
     from .oss import OSS, GradScaler, load_sharded, save_sharded
@@ -85,6 +86,7 @@ __all__ = [
     "StateError",
     "Sweep",
     "TorchVersionError",
+    "UnplannedError",
     "UpdateError",
     "compile",
     "load_sharded",

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UnplannedError
 from ..system.user_warning import warn_user
 
 AVERAGED = (
@@ -36,12 +37,12 @@ WRAPPERS = (
 def refuse_wrapped(what: str, part: nn.Module) -> None:
     """
     Raises:
-        TypeError: `part` is such a module; the message calls it `what`.
+        UnplannedError: `part` is such a module; the message calls it `what`.
     """
     for place, name, why in WRAPPERS:
         kind: Any = getattr(sys.modules.get(place), name, ())
         if isinstance(part, kind):
-            raise TypeError(f"{what} is a {type(part).__name__}, which {why}")
+            raise UnplannedError(f"{what} is a {type(part).__name__}, which {why}")
 
 
 def warn_of_steps(model: nn.Module) -> None:
