@@ -29,6 +29,7 @@ from ..api.compiler import compile
 from ..api.refuse_wrapped import refuse_wrapped
 from ..capture.call.changed_arguments import ChangedArgumentError
 from ..errors import UnplannedError
+from ..optim.optimizer_clone import UntriedUpdateError
 from ..options.compile_options import Budget
 from ..system.frames import is_inside
 from ..system.user_warning import warn_user
@@ -50,6 +51,7 @@ class ModuleBudget:
     def __init__(self, budget: Budget, options: dict[str, Any]) -> None:
         self._budget, self._options = budget, options
         self._optimizer: torch.optim.Optimizer | None = None
+        self._uncounted: torch.optim.Optimizer | None = None  # which can't be tried
         self._changed = set[type]()
         self._covering: BudgetedForward | None = None
         self.compiled: CompiledModule | None = None
@@ -88,7 +90,7 @@ class ModuleBudget:
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count the states of an optimizer from the next call on."""
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer and optimizer is not self._uncounted:
             self._optimizer, self.compiled = optimizer, None
 
     def begin_step(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
@@ -131,6 +133,15 @@ class ModuleBudget:
         self.compiled.training = forward.model.training
         try:
             return self.compiled(*args, **kwargs)
+        except UntriedUpdateError:
+            kind = type(self._optimizer)
+            warn_user(
+                f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are "
+                f"not counted: of the budget of {self._budget} leave as much as they take, or take an optimizer of "
+                "torch or torchao (adamw_torch_8bit, adafactor), which is counted"
+            )
+            self._optimizer, self.compiled, self._uncounted = None, None, self._optimizer
+            return self.run(forward, args, kwargs)
         except ChangedArgumentError as error:
             if torch.is_grad_enabled():
                 raise

@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import nn
 
+from ..errors import UnplannedError
 from ..options.compile_options import Budget
 from ..report.report import Report
-from ..errors import UnplannedError
 from ..system.frames import running
 from ..system.user_warning import warn_user
 from .budgeted_forward import ModuleBudget, refuse_compiled
