@@ -44,6 +44,7 @@ with paused_collector():  # what an import makes stays
         StagesBudgetError,
         StateError,
         TorchVersionError,
+        UnplannedError,
         UpdateError,
     )
     from .oss import OSS, GradScaler, load_sharded, save_sharded
@@ -87,6 +88,7 @@ __all__ = [
     "StateError",
     "Sweep",
     "TorchVersionError",
+    "UnplannedError",
     "UpdateError",
     "compile",
     "load_sharded",

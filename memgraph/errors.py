@@ -90,6 +90,10 @@ class CollectiveError(MemgraphError):
         self.ranks = tuple(ranks)
 
 
+class UnplannedError(MemgraphError, TypeError):
+    """Calls run outside of the budget, or would: another library runs or replaces them. The message says what to do."""
+
+
 class NoPlanError(MemgraphError, AttributeError):
     """The compiled module has no plan yet, because it was not called."""
 

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ..errors import ShardError
+from ..errors import ShardError, UnplannedError
 from ..guards.module_proxy import WithLoss
 from ..guards.wrappers import describe_wrapper
 from ..microbatch.microbatches import MicroBatches
@@ -221,7 +221,7 @@ def _refuse_parts(model: nn.Module) -> None:
     for path, part in model.named_modules():
         name = f"model.{path}" if path else "model"
         if wrapper := describe_wrapper(part):
-            raise TypeError(f"{name} {wrapper}")
+            raise UnplannedError(f"{name} {wrapper}")
         if isinstance(part, CompiledModule):
             raise TypeError(f"{name} is compiled already; compile the whole, with the plain module in that place")
         if isinstance(part, torch.jit.ScriptModule):

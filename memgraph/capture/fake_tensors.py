@@ -82,4 +82,5 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
     with mode, torch.no_grad():
         device = CPU if tensor.device.type == "meta" and role.kind != "input" else tensor.device
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+    vars(empty).update(vars(tensor))  # a library may look for its own attributes
     return empty.requires_grad_(tensor.requires_grad)

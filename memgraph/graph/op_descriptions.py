@@ -214,6 +214,15 @@ def _resized(result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
+def _observed(
+    result: Any, x: Tensor, observes: Tensor, quantizes: Tensor, least: Tensor, most: Tensor, scale: Tensor, zero: Tensor,
+    constant: float, first: int, last: int, axis: int, by_row: bool = False, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    for statistic in (least, most, scale, zero) if by_row else ():
+        statistic.resize_(x.shape[axis])
+    return result
+
+
 def _resize(result: Tensor, nbytes: int) -> None:
     """Give a result a storage of this size.
 
@@ -319,6 +328,11 @@ DESCRIPTIONS = (
          "logical_xor.default", "xlogy.Tensor"),
         "for broadcast arguments whose dimensions have different orders, torch's reference differs from its kernels",
         _elementwise,
+    ),
+    Description(
+        ("_fused_moving_avg_obs_fq_helper.default",),
+        "the kernel gives statistics by row the number of rows; torch leaves them as they are",
+        _observed,
     ),
     Description(
         ("col2im.default",),

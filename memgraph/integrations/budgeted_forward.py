@@ -1,8 +1,14 @@
 """The forward of a module under a budget, in place: the module stays what it is for everything else.
 
-model.forward = BudgetedForward(model, "8GB", {})   ->   model(x) runs a planned step, and is the same module
-model.scale = 2.0                                   ->   the next step is one with that scale
-model.generate(ids)                                 ->   runs the plain forward
+budget = ModuleBudget("8GB", {})
+budget.cover(model)                              ->   model(x) runs a planned step, and is the same module
+model.scale = 2.0                                ->   the next step is one with that scale
+model.forward = autocast(model.forward)          ->   the planned forward, in another one
+budget.cover(model)                              ->   both are planned, as one step
+model.generate(ids)                              ->   runs the plain forward
+
+Trainers wrap forward, or put another in its place, when they like. So it is covered again before each step: the
+outermost forward is planned, and all below it are plain.
 """
 
 from __future__ import annotations
@@ -11,14 +17,19 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from functools import update_wrapper
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from ..api.compiled_module import CompiledModule
 from ..api.compiler import compile
+from ..api.refuse_wrapped import refuse_wrapped
 from ..capture.call.changed_arguments import ChangedArgumentError
+from ..errors import UnplannedError
+from ..optim.optimizer_clone import UntriedUpdateError
 from ..options.compile_options import Budget
 from ..system.frames import is_inside
 from ..system.user_warning import warn_user
@@ -27,54 +38,168 @@ REPLACED = frozenset({"forward", "_original_forward"})  # here, and by accelerat
 STATE_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
-class BudgetedForward:
-    """Calls a compiled module that shares everything with `model` but its hooks, which run around this forward.
+class ModuleBudget:
+    """Plans the calls of one module at a time.
 
-    Args:
-        own: returns the attributes that the compiled module does not share, before each call.
+    The compiled module shares everything with the module but its hooks, which run around its forward.
 
     Attributes:
-        compiled: the compiled module; None before the first call, and after another optimizer was given.
+        compiled: the compiled module; None before the first call, and after forward or the optimizer was replaced.
+        calls, trained: the number of calls that arrived here since `begin_step`, and of those with gradients.
     """
 
-    def __init__(
-        self, model: nn.Module, budget: Budget, options: dict[str, Any], own: Callable[[], dict[str, Any]] = dict
-    ) -> None:
-        self._model, self._budget, self._options = model, budget, options
-        self._plain = model.forward
-        self._shared, self._own = without_hooks(model), own
+    def __init__(self, budget: Budget, options: dict[str, Any]) -> None:
+        self._budget, self._options = budget, options
         self._optimizer: torch.optim.Optimizer | None = None
+        self._uncounted: torch.optim.Optimizer | None = None  # which can't be tried
         self._changed = set[type]()
+        self._covering: BudgetedForward | None = None
         self.compiled: CompiledModule | None = None
-        update_wrapper(self, model.forward)  # whoever asks for arguments of forward sees those of the model
+        self.calls = self.trained = 0
+
+    def cover(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
+        """Plan what forward of `model` is now, in the place of what was planned until now.
+
+        Args:
+            own: returns the attributes that the compiled module does not share, before each call.
+
+        Raises:
+            UnplannedError: torch.compile, or another library, runs the calls of `model`, or of a part of it.
+        """
+        covering = self._covering
+        if covering is not None and vars(model).get("forward") is covering and OUTERMOST.get(model) is covering:
+            return
+        refuse_compiled(model)
+        for path, part in model.named_modules():
+            refuse_wrapped(f"model.{path}" if path else "model", part)
+        if covering is not None and covering.model is not model:
+            self.uncover()
+        self.compiled, self._covering = None, BudgetedForward(self, model, own)
+        OUTERMOST[model] = model.forward = self._covering
+
+    def uncover(self) -> None:
+        """Give the module its own forward again; the plan stays readable."""
+        covering, self._covering = self._covering, None
+        if covering is None or OUTERMOST.get(covering.model) is not covering:
+            return
+        del OUTERMOST[covering.model]
+        if vars(covering.model).get("forward") is covering:
+            del covering.model.forward
+            if not _is_of_class(covering.plain, covering.model):
+                covering.model.forward = covering.plain
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count the states of an optimizer from the next call on."""
-        if optimizer is not self._optimizer:
+        if optimizer is not self._optimizer and optimizer is not self._uncounted:
             self._optimizer, self.compiled = optimizer, None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and self._makes_tokens(args, kwargs):
-            return self._plain(*args, **kwargs)
-        own = self._own()
-        follow(self._shared, self._model, own.keys() | REPLACED)
-        vars(self._shared).update(own)
+    def begin_step(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
+        """Cover the module, whose step is about to begin."""
+        self.cover(model, own)
+        self.calls = self.trained = 0
+
+    def end_step(self, seen: int) -> None:
+        """End a step in which so many calls arrived here.
+
+        Raises:
+            UnplannedError: none did.
+        """
+        covering = self._covering
+        if covering is None or seen:
+            self.calls = self.trained = 0
+            return
+        kind, now = type(covering.model).__name__, covering.model.forward
+        why = "a part of it, or another module, was called"
+        if now is not covering:
+            code = getattr(getattr(now, "__func__", now), "__code__", None)
+            place = f", {code.co_filename}:{code.co_firstlineno}," if code else ""
+            why = f"{getattr(now, '__qualname__', type(now).__name__)}{place} took the place of its forward"
+        raise UnplannedError(
+            f"this training step ran outside of the budget of {self._budget}: no call of the {kind} was planned, since "
+            f"{why}. Let each step call the {kind} itself, and replace its forward before "
+            "the step begins; or compile the module that is called, with memgraph.compile"
+        )
+
+    def run(self, forward: BudgetedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the covered module, planned."""
+        self.calls, self.trained = self.calls + 1, self.trained + torch.is_grad_enabled()
+        if not torch.is_grad_enabled() and self._makes_tokens(forward.model, args, kwargs):
+            return forward.plain(*args, **kwargs)
+        own = forward.own()
+        follow(forward.shared, forward.model, own.keys() | REPLACED)
+        vars(forward.shared).update(own)
         if self.compiled is None:
-            self.compiled = compile(self._shared, self._budget, optimizer=self._optimizer, **self._options)
-        self.compiled.training = self._model.training
+            self.compiled = compile(forward.shared, self._budget, optimizer=self._optimizer, **self._options)
+        self.compiled.training = forward.model.training
         try:
             return self.compiled(*args, **kwargs)
+        except UntriedUpdateError:
+            kind = type(self._optimizer)
+            warn_user(
+                f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are "
+                f"not counted: of the budget of {self._budget} leave as much as they take, or take an optimizer of "
+                "torch or torchao (adamw_torch_8bit, adafactor), which is counted"
+            )
+            self._optimizer, self.compiled, self._uncounted = None, None, self._optimizer
+            return self.run(forward, args, kwargs)
         except ChangedArgumentError as error:
             if torch.is_grad_enabled():
                 raise
             self._changed.add(error.kind)
             warn_user(f"forward changes a {error.kind.__name__}: calls with one run outside of the budget")
-            return self._plain(*args, **kwargs)
+            return forward.plain(*args, **kwargs)
 
-    def _makes_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _makes_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True for a call in `generate`, where each has another shape, or with a cache that forward fills."""
         filled = any(type(value) in self._changed for value in (*args, *kwargs.values()))
-        return filled or is_inside("generate", self._model)
+        return filled or is_inside("generate", model)
+
+
+class BudgetedForward:
+    """A forward that is planned while it is the outermost one of its module, and plain below another.
+
+    Attributes:
+        plain: the forward that was in its place.
+        shared: the module that is compiled.
+    """
+
+    def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
+        found = model.forward
+        while isinstance(found, BudgetedForward):
+            found = found.plain
+        self.budget, self.model, self.own, self.plain = budget, model, own, found
+        self.shared = without_hooks(model)
+        if not _is_of_class(found, model):
+            is_method = isinstance(found, MethodType) and found.__self__ is model
+            self.shared.__dict__["forward"] = MethodType(found.__func__, self.shared) if is_method else found
+        else:
+            self.shared.__dict__.pop("forward", None)
+        update_wrapper(self, found)  # whoever asks for arguments of forward sees those of the model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if OUTERMOST.get(self.model) is self:
+            return self.budget.run(self, args, kwargs)
+        return self.plain(*args, **kwargs)
+
+
+OUTERMOST: WeakKeyDictionary[nn.Module, BudgetedForward] = WeakKeyDictionary()
+
+
+def _is_of_class(forward: Any, model: nn.Module) -> bool:
+    """Return True for the forward that a module has of its class."""
+    return isinstance(forward, MethodType) and forward.__self__ is model and forward.__func__ is type(model).forward
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """
+    Raises:
+        UnplannedError: torch.compile runs the calls of a module.
+    """
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise UnplannedError(
+            "torch.compile and a budget would both run the steps of the model: choose one. Give the trainer the plain "
+            'model, and lower="inductor" to the budget for kernels of torch.compile'
+        )
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

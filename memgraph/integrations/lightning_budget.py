@@ -7,7 +7,7 @@ lightning.Trainer(callbacks=[memgraph.LightningBudget("24GB")]).fit(module, load
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UnplannedError
 from ..options.compile_options import Budget
 from ..report.report import Report
-from .budgeted_forward import BudgetedForward
+from .budgeted_forward import ModuleBudget
 from .trainer_reads import TrainerReads
 
 if find_spec("lightning") is not None:
@@ -57,14 +58,14 @@ class LightningBudget(Callback):  # type: ignore[misc]
                 f"{', '.join(sorted(theirs))}= is for memgraph.compile: the trainer has the optimizer, the loss and "
                 "accumulate_grad_batches, and runs backward in the closure of optimizer.step()"
             )
-        self._budget, self._path, self._options = budget, module, options
+        self._path, self._budget = module, ModuleBudget(budget, options)
         self._module: nn.Module | None = None
-        self._forward: BudgetedForward | None = None
+        self._own: Callable[[], dict[str, Any]] = dict
 
     @property
     def plan(self) -> Report | None:
         """The report of the latest training step, as `plan` of a compiled module; None before the first call."""
-        compiled = self._forward and self._forward.compiled
+        compiled = self._budget.compiled
         return compiled.plan if compiled else None
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -72,30 +73,65 @@ class LightningBudget(Callback):  # type: ignore[misc]
 
         Raises:
             ValueError: there is no such module, or none was named and it is not clear which.
+            UnplannedError: torch.compile runs the steps of the module.
         """
+        if getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise UnplannedError(
+                "torch.compile(LightningModule) and LightningBudget both run its steps: choose one. Give the trainer "
+                'the plain module, and LightningBudget(..., lower="inductor") for kernels of torch.compile'
+            )
         if self._module is None:
-            self._module = module = _chosen(pl_module, self._path)
-            own = partial(_own_state, vars(module), TrainerReads(trainer))
-            self._forward = BudgetedForward(module, self._budget, self._options, own)
-            module.forward = self._forward
+            self._module = _chosen(pl_module, self._path)
+            self._own = partial(_own_state, vars(self._module), TrainerReads(trainer))
+        self._cover()
+
+    def _cover(self) -> None:
+        """Plan the forward that the module has now."""
+        if self._module is not None:
+            self._budget.begin_step(self._module, self._own)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Count the optimizer that the trainer has made, or has restored."""
         optimizers = trainer.optimizers
-        if self._forward is not None and len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer):
-            self._forward.count(optimizers[0])
+        if len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.Optimizer):
+            self._budget.count(optimizers[0])
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Drop the gradients of the step before: Lightning does so between forward and backward only."""
         if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
+        self._cover()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """
+        Raises:
+            UnplannedError: this step has not called the module.
+        """
+        if pl_module.automatic_optimization:
+            self._budget.end_step(self._budget.calls)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """
+        Raises:
+            UnplannedError: no step has called the module; one that steps by hand may leave it out later.
+        """
+        if not pl_module.automatic_optimization and self.plan is None:
+            self._budget.end_step(self._budget.calls)
+
+    def on_validation_batch_start(self, *event: Any, **rest: Any) -> None:
+        self._cover()
+
+    def on_test_batch_start(self, *event: Any, **rest: Any) -> None:
+        self._cover()
+
+    def on_predict_batch_start(self, *event: Any, **rest: Any) -> None:
+        self._cover()
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Give the module its own forward again; the plan stays readable."""
-        if self._module is not None:
-            del self._module.forward
-            self._module = None
+        self._budget.uncover()
+        self._module = None
 
 
 def _own_state(attributes: Mapping[str, Any], reads: TrainerReads) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
 from ..tensors.pytree import Spec, flatten
 from ..tensors.traced_number import ValueNeededError, is_traced
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 
 class Place(NamedTuple):
@@ -93,6 +96,11 @@ def _refuse_unsuitable(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> None
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             raise CaptureError(
                 f"it reads a {tensor.layout} {type(tensor).__name__}, and an op reads dense tensors only"
+            )
+        if type(tensor) not in PLAIN and vars(tensor):
+            raise CaptureError(
+                f"it reads a {type(tensor).__module__}.{type(tensor).__name__} with attributes of its own, which another "
+                "tensor in its place has not"
             )
         if tensor.device != tensors[0].device:
             raise CaptureError(f"it reads tensors on {tensors[0].device} and on {tensor.device}")

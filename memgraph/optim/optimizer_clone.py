@@ -220,8 +220,12 @@ def initial_state(optimizer: optim.Optimizer, options: Mapping[str, Any], parame
     return dict(optim.Adagrad([{**options, "params": [parameter]}]).state[parameter])
 
 
+class UntriedUpdateError(UpdateError):
+    """The step of an optimizer can't be tried on made-up parameters."""
+
+
 def profiling_error(optimizer: optim.Optimizer, error: Exception) -> UpdateError:
-    return UpdateError(
+    return UntriedUpdateError(
         f"{type(optimizer).__name__} can't be planned, since its step can't be tried on a dense gradient: {error}; "
         "compile without optimizer=, and its states and its update are not counted"
     )

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
+T = TypeVar("T")
 NN = os.path.join(TORCH, "nn", "")
 MEMGRAPH = str(Path(__file__).parents[1]) + os.sep
 
@@ -53,13 +55,22 @@ def is_inside(method: str, module: nn.Module) -> bool:
     return any(module in owner.modules() for owner in _modules_in(method, frames))
 
 
+def running(kind: type[T]) -> T | None:
+    """Return the innermost object of a class of which a method is running in this thread."""
+    owners = (_owner(frame) for frame, _ in walk_stack(sys._getframe()))
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
+
+
 def _modules_in(method: str, frames: Iterable[FrameType]) -> Iterator[nn.Module]:
     """Return the modules whose method of this name runs in a frame, in the order of the frames."""
-    for frame in frames:
-        if frame.f_code.co_name == method and frame.f_code.co_varnames:
-            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(owner, nn.Module):
-                yield owner
+    owners = (_owner(frame) for frame in frames if frame.f_code.co_name == method)
+    return (owner for owner in owners if isinstance(owner, nn.Module))
+
+
+def _owner(frame: FrameType) -> Any:
+    """Return the first argument of the function that runs in a frame."""
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def is_torchs(traceback: TracebackType | None) -> bool:

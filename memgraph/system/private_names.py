@@ -152,6 +152,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "torch.nn.BatchNorm1d": {"_check_input_dim": "a deferred BatchNorm takes what the plain one takes"},
     "torch.nn.Module": {
         "_apply": "`.to()` of a compiled module moves the module that it wraps",
+        "_compiled_call_impl": "a budget for a module that torch.compile runs is refused",
         "_forward_pre_hooks": "hooks are part of what tells one call from another",
         "_backward_hooks": "hooks of a submodule would run once, when it is captured",
         "_backward_pre_hooks": "hooks of a submodule would run once, when it is captured",

@@ -5,8 +5,9 @@ self.running = 0.9 * self.running    ->   {place of running: its new value}, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -15,23 +16,25 @@ from ...graph.captured import Input
 
 
 def assigned_buffers(
-    module: nn.Module, traced: Mapping[str, Tensor], roles: Sequence[Input], names: Set[str]
+    module: nn.Module, traced: Mapping[str, Tensor], roles: Sequence[Input], shapes: Mapping[str, torch.Size]
 ) -> dict[int, Tensor]:
     """Return these tensors by the positions of the buffers.
 
     Args:
         traced: the parameters and buffers that forward was given.
         roles: of these.
-        names: of the buffers before forward.
+        shapes: of the buffers before forward.
     """
     inputs, found = set(map(id, traced.values())), dict[int, Tensor]()
     for place, (path, before) in enumerate(traced.items()):
         owner, _, name = path.rpartition(".")
         assigned = getattr(module.get_submodule(owner), name, None)
+        if roles[place].kind == "buffer":
+            _refuse_resized(roles[place], before, shapes[path])
         if assigned is not before:
             found[place] = _assignable(roles[place], before, assigned)
     for path, buffer in module.named_buffers(remove_duplicate=False):
-        if path not in names:
+        if path not in shapes:
             raise CaptureError(
                 f"forward registers the buffer {path}: register it in __init__, or run the plain module once "
                 "before it is compiled"
@@ -39,6 +42,15 @@ def assigned_buffers(
         if path not in traced and isinstance(buffer, FakeTensor) and id(buffer) not in inputs:
             raise CaptureError(f"forward assigns to {path}, a second name of a buffer: change it in place")
     return found
+
+
+def _refuse_resized(role: Input, buffer: Tensor, before: torch.Size) -> None:
+    if buffer.shape != before:
+        raise CaptureError(
+            f"forward gives {role.label} the shape {tuple(buffer.shape)}, where it was {tuple(before)}, as the observers "
+            "of quantization-aware training do in their first call: run the plain module once before it is compiled, "
+            "or given to a trainer"
+        )
 
 
 def _assignable(role: Input, before: Tensor, assigned: object) -> Tensor:

@@ -109,12 +109,13 @@ class TracedStep:
     def _forward(self, values: Sequence[Tensor]) -> Any:
         """Run the module with traced values in place of its parameters and buffers."""
         traced = self.call.state(values)
-        names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
+        buffers = self.call.module.named_buffers(remove_duplicate=False)
+        shapes = {path: traced.get(path, buffer).shape for path, buffer in buffers}
         with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
             parts = self.parts.replaced() if self.parts is not None else nullcontext()
             with parts, counting(self.counted, self.counters):
                 result = self.call.run(values)
-            self.assigned = assigned_buffers(self.call.module, traced, self.inputs, names)
+            self.assigned = assigned_buffers(self.call.module, traced, self.inputs, shapes)
         self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.errors import CaptureError
-from memgraph.integrations.budgeted_forward import BudgetedForward
+from memgraph.integrations.budgeted_forward import ModuleBudget
 from memgraph.integrations.trainer_reads import TrainerReads
 
 
@@ -34,11 +34,11 @@ def gradient(module: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def budgeted(**own: Any) -> tuple[Scaled, BudgetedForward]:
+def budgeted(**own: Any) -> tuple[Scaled, ModuleBudget]:
     module = Scaled()
-    forward = BudgetedForward(module, "1GB", {"time_limit": 0}, lambda: {**own, **trainer_of(own)})
-    module.forward = forward  # type: ignore[method-assign]
-    return module, forward
+    budget = ModuleBudget("1GB", {"time_limit": 0})
+    budget.cover(module, lambda: {**own, **trainer_of(own)})
+    return module, budget
 
 
 def trainer_of(own: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def trainer_of(own: dict[str, Any]) -> dict[str, Any]:
     return {"_trainer_reads": reads.refreshed()} if isinstance(reads, TrainerReads) else {}
 
 
-def kinds(forward: BudgetedForward) -> int:
-    assert forward.compiled is not None
-    return len(forward.compiled._kept.steps)
+def kinds(budget: ModuleBudget) -> int:
+    assert budget.compiled is not None
+    return len(budget.compiled._kept.steps)
 
 
 def test_attributes_that_are_set_added_and_deleted_count_in_the_next_step() -> None:
@@ -64,22 +64,22 @@ def test_attributes_that_are_set_added_and_deleted_count_in_the_next_step() -> N
 
 
 def test_own_attributes_are_those_of_the_step_and_changes_of_others_plan_nothing() -> None:
-    module, forward = budgeted(seen=None)
+    module, budget = budgeted(seen=None)
     for number in range(4):
         module.seen = f"{number}"
         gradient(module)
-    assert kinds(forward) == 1
+    assert kinds(budget) == 1
 
 
 def test_a_step_depends_on_what_it_reads_of_a_trainer_and_on_nothing_else() -> None:
     trainer, plain = SimpleNamespace(epoch=0, step=0), Scaled()
     plain._trainer = trainer
-    module, forward = budgeted(_trainer=TrainerReads(trainer))
+    module, budget = budgeted(_trainer=TrainerReads(trainer))
     found = []
     for epoch in (0, 0, 0, 1, 1):
         trainer.epoch, trainer.step = epoch, trainer.step + 1
         assert all(map(torch.equal, gradient(module), gradient(plain)))
-        found.append(kinds(forward))
+        found.append(kinds(budget))
     assert found == [1, 2, 2, 3, 3]  # the first step did not know yet that epoch is read
 
 
@@ -122,21 +122,21 @@ class Around(nn.Module):
         return self.words(self.words(x))
 
 
-def budgeted_words() -> tuple[Words, BudgetedForward]:
+def budgeted_words() -> tuple[Words, ModuleBudget]:
     module = Words()
-    forward = BudgetedForward(module, "1GB", {"time_limit": 0})
-    module.forward = forward  # type: ignore[method-assign]
-    return module, forward
+    budget = ModuleBudget("1GB", {"time_limit": 0})
+    budget.cover(module)
+    return module, budget
 
 
 def test_generate_without_gradients_runs_the_plain_forward_whoever_has_it_and_whatever_it_is_given() -> None:
-    (module, forward), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
+    (module, budget), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
     with torch.no_grad():
         assert torch.equal(module.generate(x), plain.generate(x))
         assert torch.equal(module.generate(x, Cache()), plain.generate(x, Cache()))
         assert torch.equal(Around(module).generate(x), Around(plain).generate(x))
-    assert forward.compiled is None
-    assert torch.equal(module.generate(x), plain.generate(x)) and forward.compiled is not None
+    assert budget.compiled is None
+    assert torch.equal(module.generate(x), plain.generate(x)) and budget.compiled is not None
 
 
 def test_what_is_not_generate_of_the_module_is_planned_without_gradients() -> None:
@@ -144,14 +144,14 @@ def test_what_is_not_generate_of_the_module_is_planned_without_gradients() -> No
         y: Tensor = module(torch.ones(2, 8))
         return y
 
-    module, forward = budgeted_words()
+    module, budget = budgeted_words()
     with torch.no_grad():
         generate(Words(), module)
-    assert kinds(forward) == 1
+    assert kinds(budget) == 1
 
 
 def test_a_cache_that_forward_fills_is_filled_outside_of_the_budget_and_refused_with_gradients() -> None:
-    (module, forward), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
+    (module, budget), plain, x = budgeted_words(), Words(), torch.ones(2, 8)
     ours, theirs = Cache(), Cache()
     with (
         torch.no_grad(),
@@ -159,6 +159,6 @@ def test_a_cache_that_forward_fills_is_filled_outside_of_the_budget_and_refused_
     ):
         for _ in range(3):
             assert torch.equal(module(x, ours), plain(x, theirs))
-    assert len(said) == 1 and all(map(torch.equal, ours.states, theirs.states)) and kinds(forward) == 0
+    assert len(said) == 1 and all(map(torch.equal, ours.states, theirs.states)) and kinds(budget) == 0
     with pytest.raises(CaptureError, match="changes its argument `filled`"):
         module(x, Cache())

@@ -124,8 +124,8 @@ def test_what_validation_generates_is_made_by_the_plain_forward(tmp_path: Path) 
     callback = memgraph.LightningBudget("1GB", module="net", time_limit=0)
     ours, plain = fitted(Generates, tmp_path / "ours", callback), fitted(Generates, tmp_path / "plain")
     assert ours.seen == plain.seen
-    assert callback._forward is not None and callback._forward.compiled is not None
-    assert len(callback._forward.compiled.plans) == 2  # gradients are made, or added to
+    assert callback._budget.compiled is not None
+    assert len(callback._budget.compiled.plans) == 2  # gradients are made, or added to
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -136,8 +136,8 @@ def test_it_trains_validates_and_saves_as_without_it(kind: type[Called], precisi
     ours = fitted(kind, tmp_path / "ours", callback, precision=precision)
     assert ours.seen == plain.seen
     same(ours, plain)
-    assert callback._forward is not None and callback._forward.compiled is not None
-    reports = [step.report for step in callback._forward.compiled._kept.steps.values()]
+    assert callback._budget.compiled is not None
+    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
     assert any(report.plan for report in reports) and all(report.counted for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= budget_of() for report in reports)
     saved = [torch.load(tmp_path / name / "step=4.ckpt", weights_only=True) for name in ("plain", "ours")]
@@ -166,8 +166,8 @@ def test_a_budget_below_the_states_offloads_them_and_trains_the_same(tmp_path: P
     callback = memgraph.LightningBudget(int(needs.peak - states // 3), time_limit=0)
     ours = fitted(Wide, tmp_path / "ours", callback, accumulate_grad_batches=1)
     plain = fitted(Wide, tmp_path / "plain", accumulate_grad_batches=1)
-    assert callback._forward is not None and callback._forward.compiled is not None
-    reports = [step.report for step in callback._forward.compiled._kept.steps.values()]
+    assert callback._budget.compiled is not None
+    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
     assert any(isinstance(decision, Stream) for report in reports for decision in report.plan)
     assert all(report.measured is None or report.measured <= report.peak <= report.budget for report in reports)
     assert ours.seen == plain.seen

@@ -56,8 +56,8 @@ def test_it_trains_evaluates_saves_and_resumes_as_without_it(
     ours = trainer_of(make(), rows, tmp_path / "ours", callbacks=[callback], **options)
     ours.train()
     assert history(ours) == history(theirs)
-    assert callback.plan is not None and callback._forward is not None and callback._forward.compiled is not None
-    reports = [step.report for step in callback._forward.compiled._kept.steps.values()]
+    assert callback.plan is not None and callback._budget.compiled is not None
+    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
     assert any(report.plan for report in reports) and all(report.counted for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= budget for report in reports)
     again = trainer_of(
@@ -97,8 +97,8 @@ def test_an_evaluation_that_generates_is_that_of_the_plain_model_and_plans_its_l
     ours, plain = t5(), t5()
     ours.generation_config.use_cache = plain.generation_config.use_cache = False
     assert predicted(ours, tmp_path, callbacks=[callback]) == predicted(plain, tmp_path)
-    assert callback._forward is not None and callback._forward.compiled is not None
-    assert len(callback._forward.compiled.plans) == 1
+    assert callback._budget.compiled is not None
+    assert len(callback._budget.compiled.plans) == 1
 
 
 def test_hooks_of_the_model_run_once_a_call(tmp_path: Path) -> None:
