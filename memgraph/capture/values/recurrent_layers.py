@@ -26,11 +26,16 @@ from ...opaque.traced_parts import earlier_gradients
 from ...system.device import CPU
 
 MANY = 100  # ops of forward from which on a layer is one op
-_are_whole = ContextVar("_are_whole", default=True)
+_are_whole = ContextVar("_are_whole", default=False)
 
 
 class UnrollNeeded(Exception):
     """A layer has to be traced op by op, for its gradients to be added up in eager's order."""
+
+
+def layers_are_whole() -> bool:
+    """Return True if recurrent layers are traced as one op each."""
+    return _are_whole.get()
 
 
 @contextmanager

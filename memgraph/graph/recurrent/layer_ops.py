@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +25,11 @@ from .saved_graph import Layer, SavedGraph
 
 KNOWN = 64  # layers of which results are known; each keeps autograd's nodes of one layer
 Arguments = tuple[str, list[int], bool, bool, bool, list[int]]  # those of `Layer`
+
+
+def has_layers(graph: fx.Graph) -> bool:
+    """Return True if a recurrent layer is one op of the graph."""
+    return bool(graph.find_nodes(op="call_function", target=FORWARD))
 
 
 class Described:
