@@ -22,7 +22,7 @@ from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, resident_bytes
-from ..profile.real_strides import ops_within
+from ..system.trial_room import ops_within
 from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
 from ..tensors.pytree import flatten

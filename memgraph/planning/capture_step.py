@@ -26,11 +26,11 @@ from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, measure_peak
-from ..profile.real_strides import ops_within
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.locks import capturing
+from ..system.trial_room import ops_within
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...graph.recurrent.layer_ops import BACKWARD, FORWARD, KNOWN, described
+from ...graph.recurrent.layer_ops import BACKWARD, FORWARD, KNOWN, described, described_gradients
 from ...graph.recurrent.saved_graph import Layer
 from ...graph.result_layout import Layout, empty, layout
 from ...opaque.traced_parts import earlier_gradients
@@ -141,6 +141,6 @@ class _LayerCall(torch.autograd.Function):
         tangents = list(given[: 1 + layer.states])
         gradients: list[Tensor | None] = [None] * count
         found = iter(BACKWARD(tensors, *layer, tangents, saved, ticket))
-        for place, form in zip(layer.trained, described(layer, tensors).gradients(tangents), strict=True):
+        for place, form in zip(layer.trained, described_gradients(layer, tensors, tangents), strict=True):
             gradients[place] = next(found) if form is not None else None
         return None, *gradients

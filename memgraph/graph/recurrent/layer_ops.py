@@ -4,14 +4,17 @@
     dx, dw...               = memgraph_recurrent::backward([x, hx, w...], "gru", ..., [dy, None], [saved...], ticket)
 
 Forward returns what autograd saves, one flat tensor for each storage. The ticket holds no bytes: it carries autograd's
-nodes to backward. Both are the ops that eager runs, in eager's order. A run on fake tensors describes their results.
+nodes to backward. Both are the ops that eager runs, in eager's order. A run on zeros says what they return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,11 +22,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...system.device import CPU
+from ...system.trial_room import trial_room
 from ..define_op import define_op
 from ..result_layout import Layout, empty, layout
 from .saved_graph import Layer, SavedGraph
 
-KNOWN = 64  # layers of which results are known; each keeps autograd's nodes of one layer
+KNOWN = 1024  # layers of which results are known
+COPIES = 12  # of the gates of all steps that a layer makes at most, backward included
 Arguments = tuple[str, list[int], bool, bool, bool, list[int]]  # those of `Layer`
 
 
@@ -32,28 +37,12 @@ def has_layers(graph: fx.Graph) -> bool:
     return bool(graph.find_nodes(op="call_function", target=FORWARD))
 
 
-class Described:
-    """What a layer returns for tensors of these layouts on a CPU."""
+class Described(NamedTuple):
+    """What forward returns for tensors of these layouts, and how often it uses each trained one, by position."""
 
-    def __init__(self, layer: Layer, forms: Sequence[Layout]) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with _disable_current_modes(), self._mode:
-            self._tensors = [empty(form, CPU) for form in forms]
-            self._graph = SavedGraph(layer, self._tensors)
-        self.results = tuple(map(layout, self._graph.results))
-        self.saved = tuple(map(layout, self._graph.saved))
-        self.uses = self._graph.uses
-        self._gradients: dict[tuple[Layout | None, ...], tuple[Layout | None, ...]] = {}
-
-    def gradients(self, tangents: Sequence[Tensor | None]) -> tuple[Layout | None, ...]:
-        """Return the layouts of the gradients of the trained tensors, for tangents of these layouts."""
-        key = tuple(None if x is None else layout(x) for x in tangents)
-        if key not in self._gradients:
-            with _disable_current_modes(), self._mode:
-                given = [None if form is None else empty(form, CPU) for form in key]
-                found = self._graph.gradients(self._tensors, self._graph.saved, given)
-            self._gradients[key] = tuple(None if x is None else layout(x) for x in found)
-        return self._gradients[key]
+    results: tuple[Layout, ...]
+    saved: tuple[Layout, ...]
+    uses: Counter[int]
 
 
 def described(layer: Layer, tensors: Sequence[Tensor]) -> Described:
@@ -61,7 +50,40 @@ def described(layer: Layer, tensors: Sequence[Tensor]) -> Described:
     return _described(layer, tuple(map(layout, tensors)))
 
 
-_described = lru_cache(maxsize=KNOWN)(Described)
+def described_gradients(
+    layer: Layer, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[Layout | None, ...]:
+    """Return the layouts of the gradients of the trained tensors, for tangents of these layouts."""
+    forms = (None if x is None else layout(x) for x in tangents)
+    return _described_gradients(layer, tuple(map(layout, tensors)), tuple(forms))
+
+
+@lru_cache(maxsize=KNOWN)
+def _described(layer: Layer, forms: tuple[Layout, ...]) -> Described:
+    with _tried(layer, forms) as (_, graph):
+        return Described(tuple(map(layout, graph.results)), tuple(map(layout, graph.saved)), graph.uses)
+
+
+@lru_cache(maxsize=KNOWN)
+def _described_gradients(
+    layer: Layer, forms: tuple[Layout, ...], tangents: tuple[Layout | None, ...]
+) -> tuple[Layout | None, ...]:
+    with _tried(layer, forms) as (tensors, graph):
+        given = [None if form is None else empty(form, CPU) for form in tangents]
+        return tuple(None if x is None else layout(x) for x in graph.gradients(tensors, graph.saved, given))
+
+
+@contextmanager
+def _tried(layer: Layer, forms: Sequence[Layout]) -> Iterator[tuple[list[Tensor], SavedGraph]]:
+    """Run forward on zeros; on fake tensors, which take a hundred times as long, if there is no room for that."""
+    steps, gates = forms[0], forms[1 + layer.states]
+    directions = 2 if layer.bidirectional else 1
+    nbytes = COPIES * math.prod(steps[1][:-1]) * gates[1][0] * directions * steps[0].itemsize
+    is_real = nbytes + sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in forms) <= trial_room()
+    mode = nullcontext() if is_real else FakeTensorMode(allow_non_fake_inputs=True)
+    with _disable_current_modes(), mode:
+        tensors = [empty(form, CPU).zero_() for form in forms]
+        yield tensors, SavedGraph(layer, tensors)
 
 
 def _layer(kind: str, batch_sizes: Sequence[int], *rest: Any) -> Layer:
@@ -92,7 +114,7 @@ def _backward(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
 
 def _fake_backward(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
     *of_layer, tangents, _, _ = arguments
-    forms = described(_layer(*of_layer), tensors).gradients(tangents)
+    forms = described_gradients(_layer(*of_layer), tensors, tangents)
     return [empty(form, tensors[0].device) for form in forms if form is not None]
 
 
