@@ -79,7 +79,7 @@ def refuse_other_sums(roots: Sequence[Tensor]) -> None:
         UnrollNeeded: an input of a layer that is one op gets another gradient before those of the layer.
     """
     for node, place in earlier_gradients(roots):
-        if isinstance(uses := getattr(node, "uses", None), Counter) and uses[place - 1] > 1:
+        if isinstance(uses := getattr(node, "uses", None), Counter) and uses[place] > 1:
             raise UnrollNeeded
 
 
