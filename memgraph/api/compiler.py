@@ -15,9 +15,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ..errors import ShardError, UnplannedError
+from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
-from ..guards.wrappers import describe_wrapper
+from ..guards.wrappers import refuse_wrapped
 from ..microbatch.microbatches import MicroBatches
 from ..optim.fused_update import check_fusable
 from ..options.argument_rules import check_argument
@@ -220,8 +220,7 @@ def _refuse_parts(model: nn.Module) -> None:
         raise TypeError("model is compiled already; give the module that it was made of")
     for path, part in model.named_modules():
         name = f"model.{path}" if path else "model"
-        if wrapper := describe_wrapper(part):
-            raise UnplannedError(f"{name} {wrapper}")
+        refuse_wrapped(name, part)
         if isinstance(part, CompiledModule):
             raise TypeError(f"{name} is compiled already; compile the whole, with the plain module in that place")
         if isinstance(part, torch.jit.ScriptModule):

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from ..opaque.eager_state import saved_tensor_hooks
+from ..graph.recurrent.autograd_modes import saved_tensor_hooks
 from ..system.device import CPU
 from ..system.garbage import paused_collector
 from .call.require_strided import require_strided

@@ -8,7 +8,7 @@ traced with True, layers.2 opaque    ->   captured
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from .floats.type_checks import TypeChecks
 from .reentrant_forward import can_run_again
 from .trace_call import Request, trace_call
 from .values.questions import ValuesNeeded, is_condition, is_number
+from .values.recurrent_layers import UnrollNeeded, whole_layers
 from .values.value_run import Measure, ValueRun, run_for_values
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Tracer:
     values: ValueRun | None = None
     needed: str = ""  # why numbers that forward reads from tensors can't vary
     needs_values: bool = False
+    unrolls: bool = False  # recurrent layers are traced op by op, whatever the caller allows
 
     def sure(self, wanted: OutputSelector) -> Captured:
         """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
@@ -55,8 +57,10 @@ class Tracer:
             try:
                 if self.needs_values or (self.parts.recorder is None and self.parts.reasons):
                     self._run()
-                with sizes.tracing() if sizes is not None else nullcontext():
+                with sizes.tracing() if sizes is not None else nullcontext(), self._layers():
                     return self._traced(wanted)
+            except UnrollNeeded:
+                self.unrolls = True
             except ValuesNeeded as error:
                 if sizes is not None and self.values is not None:
                     raise  # such a call is captured with constant sizes
@@ -65,6 +69,9 @@ class Tracer:
                 self.needs_values = True
             except CaptureError as error:
                 self.parts.add(error)
+
+    def _layers(self) -> AbstractContextManager[None]:
+        return whole_layers(False) if self.unrolls else nullcontext()
 
     def _traced(self, wanted: OutputSelector) -> Captured:
         """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
@@ -78,6 +85,8 @@ class Tracer:
             if not checks.found:
                 return captured
             needed = f"the type or identity of one may be checked at {checks.found}"
+        except UnrollNeeded:
+            raise
         except Exception as error:  # the trace with numbers will say what is wrong with the call
             needed = f"{error.__cause__ or error}"
         captured, self.needed = traced(), needed

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import UnplannedError
+
 AVERAGED = (
     "averages gradients over ranks by hooks that no captured step calls; compile the module in it, and wrap the "
     "result: DistributedDataParallel(memgraph.compile(net, budget)); or give optimizer=memgraph.OSS(...), which "
@@ -45,6 +47,15 @@ def describe_wrapper(part: nn.Module) -> str:
         if isinstance(part, _class(place, name)):
             return f"is a {type(part).__name__}, which {why}"
     return ""
+
+
+def refuse_wrapped(name: str, part: nn.Module) -> None:
+    """
+    Raises:
+        UnplannedError: a part of a module, called `name`, is a wrapper.
+    """
+    if wrapper := describe_wrapper(part):
+        raise UnplannedError(f"{name} {wrapper}")
 
 
 class OuterWrapper:

@@ -26,9 +26,9 @@ from torch import nn
 
 from ..api.compiled_module import CompiledModule
 from ..api.compiler import compile
-from ..api.refuse_wrapped import refuse_wrapped
 from ..capture.call.changed_arguments import ChangedArgumentError
 from ..errors import UnplannedError
+from ..guards.wrappers import refuse_wrapped
 from ..optim.optimizer_clone import UntriedUpdateError
 from ..options.compile_options import Budget
 from ..system.frames import is_inside

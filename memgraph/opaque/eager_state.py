@@ -13,16 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._C import DispatchKey, DispatchKeySet
-from torch._C._autograd import _saved_tensors_hooks_set_tracing
 
+from ..graph.recurrent.autograd_modes import autograd_keys
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.outer_scopes import NO_SCOPES, OuterScopes
 from ..system.own_generators import OwnStates, own_generators
 from ..system.python_random import PythonRandom
-
-# A step runs its graph below these.
-AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
 
 
 @dataclass(frozen=True)
@@ -53,29 +49,13 @@ class Modes:
 @contextmanager
 def eager_modes(modes: Modes) -> Iterator[None]:
     """Run a block with autograd and autocast, whatever is off around it."""
-    included = torch._C._dispatch_tls_local_include_set() | DispatchKeySet(DispatchKey.ADInplaceOrView)
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in AUTOGRAD:
-        excluded = excluded.remove(key)
     with ExitStack() as stack:
-        stack.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(modes.grad))
+        stack.enter_context(autograd_keys(modes.grad))
         if modes.casts_are_cached:  # else the caller's own autocast would keep the casts
             stack.callback(torch.clear_autocast_cache)
         for kind, enabled, dtype in modes.autocast:
             stack.enter_context(torch.autocast(kind, dtype, enabled, modes.caches))
         yield
-
-
-@contextmanager
-def saved_tensor_hooks(are_off: bool) -> Iterator[None]:
-    """Turn hooks for saved tensors off in a block, as a trace does, or on again."""
-    before = _saved_tensors_hooks_set_tracing(are_off)
-    try:
-        yield
-    finally:
-        _saved_tensors_hooks_set_tracing(before)
 
 
 @dataclass(frozen=True, eq=False)

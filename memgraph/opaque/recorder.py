@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
+from ..graph.recurrent.autograd_modes import saved_tensor_hooks
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
 from ..guards.outer_scopes import OuterScopes
@@ -29,7 +30,7 @@ from ..guards.refused_collectives import RefusedCollectiveError
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
-from .eager_state import Modes, PythonState, eager_modes, saved_tensor_hooks
+from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves, inputs_of
 from .live_bytes import SavedTensors

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..graph.opaque_ops import BACKWARD, FORWARD
 from ..guards.module_proxy import all_submodules
@@ -129,28 +130,36 @@ def find_sums(roots: Sequence[Tensor]) -> None:
         NotOpaqueError: such an input is used more than once in a part, so its sum would be in another order.
     """
     nodes = reachable_nodes([root.grad_fn for root in roots])
-    first = {(root.grad_fn, root.output_nr): 1 << 62 for root in roots}
     uses = Counter(edge for node in nodes for edge in node.next_functions)
+    for node in nodes:
+        if isinstance(recorded := getattr(node, "recorded", None), Recorded):
+            for place, edge in enumerate(node.next_functions):
+                if edge[0] is not None and uses[edge] > 1:
+                    _refuse_shared_cast(recorded.part, place)
+    for node, place in earlier_gradients(roots):
+        if not isinstance(recorded := getattr(node, "recorded", None), Recorded):
+            continue
+        part = recorded.part
+        part.single.add(place)
+        if part.expected.counts.get(place, 0) > 1:
+            raise NotOpaqueError(
+                part.path, part.module,
+                f"it uses {part.inputs.label(place)} more than once, which is used again after it: their gradients "
+                "would be added up in another order than in eager",
+            )  # fmt: skip
+
+
+def earlier_gradients(roots: Sequence[Tensor]) -> Iterator[tuple[Node, int]]:
+    """Yield the places of functions at which an input gets another gradient before theirs, in the backward of `roots`."""
+    nodes = reachable_nodes([root.grad_fn for root in roots])
+    first = {(root.grad_fn, root.output_nr): 1 << 62 for root in roots}
     for node in nodes:
         for edge in node.next_functions:
             first[edge] = max(first.get(edge, -1), node._sequence_nr())
     for node in nodes:
-        recorded = getattr(node, "recorded", None)
-        if not isinstance(recorded, Recorded):
-            continue
-        part = recorded.part
         for place, edge in enumerate(node.next_functions):
-            if edge[0] is not None and uses[edge] > 1:
-                _refuse_shared_cast(part, place)
-            if edge[0] is None or first[edge] <= node._sequence_nr():
-                continue
-            part.single.add(place)
-            if part.expected.counts.get(place, 0) > 1:
-                raise NotOpaqueError(
-                    part.path, part.module,
-                    f"it uses {part.inputs.label(place)} more than once, which is used again after it: their gradients "
-                    "would be added up in another order than in eager",
-                )  # fmt: skip
+            if edge[0] is not None and first[edge] > node._sequence_nr():
+                yield node, place
 
 
 def _refuse_shared_cast(part: OpaquePart, place: int) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..capture.capture import capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
+from ..capture.values.recurrent_layers import whole_layers
 from ..graph.accumulate_grads import mark_hooked_grads
 from ..graph.captured import Captured
 from ..graph.gradient_sums import with_sums_in_place
@@ -25,11 +26,11 @@ from ..microbatch.check_independence import require_row_independence
 from ..options.compile_options import CompileOptions
 from ..profile.measuring_room import room_nbytes
 from ..profile.memory_meter import argument_nbytes, measure_peak
-from ..profile.real_strides import ops_within
 from ..slices.step_blocks import BlockRequest, BlockTrials, in_blocks
 from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.locks import capturing
+from ..system.trial_room import ops_within
 from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
@@ -62,7 +63,9 @@ def capture_step(
                 with capturing(module):
                     _require_row_independence(call, where.device, room)
                 return made
-        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device, room)
+        unrolls = cuts.unrolls or state.has_other_ranks  # ranks that plan together make one attempt
+        call = replace(call, outputs=state.outputs(call.outputs))
+        captured = known or captured_call(call, where.device, room, unrolls)
         if known is None:
             gc.collect()  # the traces that were made on the way are cycles, and hold constants of the module
         captured = in_slices(captured, request, partial(state.with_update, captured=captured))
@@ -108,15 +111,17 @@ def _require_row_independence(call: Call, device: torch.device, room: int) -> No
     require_row_independence(call.module, call.args, call.kwargs, device, room)
 
 
-def captured_call(call: Call, device: torch.device, room: int) -> Captured:
+def captured_call(call: Call, device: torch.device, room: int, unrolls: bool = True) -> Captured:
     """Capture a call; the budget leaves `room` bytes for what has to be run before.
+
+    A recurrent layer `unrolls` into the ops of its steps, or is one op.
 
     Raises:
         CaptureError: it can't be captured, or its tensors are on several devices.
     """
     module, args, kwargs = call.module, call.args, call.kwargs
     try:
-        with capturing(module), ops_within(room):
+        with capturing(module), ops_within(room), whole_layers(not unrolls):
             _require_row_independence(call, device, room)
             measure = partial(_peak_nbytes, device=device)
             captured = _general(call, measure) or capture(

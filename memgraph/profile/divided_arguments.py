@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..graph.recurrent.layer_ops import BACKWARD, FORWARD
+
 Arguments = Mapping[str, Any]
 
 
@@ -63,6 +65,18 @@ def _positive_definite(given: Arguments) -> None:
     matrix.copy_(torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
 
 
+def _saved_by_forward(given: Arguments) -> None:
+    """Let a recurrent layer's backward read what its forward saves, in the place of the generated tensors."""
+    for tensor in given["saved"]:
+        tensor.set_()  # both need not exist at once
+    layer = [given[argument.name] for argument in FORWARD._schema.arguments]
+    results: list[Tensor] = FORWARD(*layer)
+    ticket = results.pop()
+    for tensor, value in zip(given["saved"], results[len(results) - len(given["saved"]) :], strict=True):
+        tensor.set_(value.untyped_storage(), 0, value.shape, value.stride())
+    vars(given["ticket"]).update(vars(ticket))
+
+
 # By name, since torch has dropped some of them: `cholesky` in 2.15.
 FILLERS: Mapping[str, Callable[[Arguments], None]] = {
     "aten._grouped_mm.default": _groups,
@@ -74,4 +88,5 @@ FILLERS: Mapping[str, Callable[[Arguments], None]] = {
     "aten._assert_async.msg": _holds,
     "aten.masked_scatter.default": _source_is_enough,
     "aten.masked_scatter_.default": _source_is_enough,
+    str(BACKWARD): _saved_by_forward,
 }

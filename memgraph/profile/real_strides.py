@@ -9,9 +9,7 @@ open, an op of torch runs once on zeros, and later traces of this process know t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.nodes import aten
+from ..system.trial_room import trial_room
 from ..tensors.layout import has_storage
 
 Form = tuple[Sequence[int], Sequence[int]]  # shape and strides
@@ -43,18 +42,7 @@ RUN = frozenset({
 })  # fmt: skip
 COPIES = 2  # of all arguments and results that an op may make while it runs
 LOG = logging.getLogger(__name__)
-_room = ContextVar("_room", default=1 << 62)
 _known: dict[Any, Strides | None] = {}
-
-
-@contextmanager
-def ops_within(room: int) -> Iterator[None]:
-    """Run ops for their strides in so many bytes, within the block."""
-    reset = _room.set(room)
-    try:
-        yield
-    finally:
-        _room.reset(reset)
 
 
 def with_real_strides(
@@ -115,7 +103,7 @@ def _strides(
     if key not in _known:
         made = (each for each in results if isinstance(each, Tensor) and has_storage(each))
         nbytes = sum(each.untyped_storage().nbytes() for each in (*tensors, *made))
-        if COPIES * nbytes > _room.get():
+        if COPIES * nbytes > trial_room():
             LOG.info(
                 "%s is taken to give its results the strides that torch describes: there is no room to run it", func
             )

@@ -25,6 +25,7 @@ from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from ..saved.op_log import OpLog
+from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
 from ..values.tensor_reads import answering
 from .assigned_buffers import assigned_buffers
@@ -150,6 +151,7 @@ class TracedStep:
         self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
         if self.parts is not None:
             find_sums([outputs[i] for i in roots])
+        refuse_other_sums([outputs[i] for i in roots])
         with self.provenance.naming_errors():
             gradients = differentiate([outputs[i] for i in roots], leaves, tangents, values)
         grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}

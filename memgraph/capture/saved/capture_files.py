@@ -36,6 +36,7 @@ from ..joint.joint_graph import JointGraph
 from ..joint.trace_joint import trace_joint
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..python_state.refused_draws import refuse_python_random
+from ..values.recurrent_layers import layers_are_whole
 from .graph_record import NotRecordedError, graph_record, recorded_graph
 from .op_log import OpLog
 from .rehearsal import Rehearsal, RehearsalMode
@@ -58,7 +59,7 @@ def call_kind(call: Call, grad: bool, wanted: OutputSelector) -> str:
         for role, tensor in zip(call.inputs, call.tensors, strict=True)
     ]  # fmt: skip
     kind = type(call.module)
-    of = f"{kind.__module__}.{kind.__qualname__}", grad, wanted.__qualname__
+    of = f"{kind.__module__}.{kind.__qualname__}", grad, wanted.__qualname__, layers_are_whole()
     return hashlib.sha256(repr((of, tensors, kernel_modes(), _versions())).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Let functions that read lengths on the host ask for them as Python does, so that they are guards of the graph.
 
     pack_padded_sequence(x, lengths)           ->   lengths.tolist();  memgraph_packed::pack(x, [3, 3, 1])
-    lstm(data, batch_sizes, ...)               ->   the ops of its steps, for these batch sizes; on a GPU an error
+    lstm(data, batch_sizes, ...)               ->   batch_sizes.tolist(); one op a layer; on a GPU an error
     ctc_loss(x, targets[7], ..., lengths)      ->   lengths.max().item();  ctc_loss(x, targets[3, 3], ...)
     tensor_split(x, indices)                   ->   tensor_split(x, indices.tolist())
     f"expert_{index}", an integer in a tensor  ->   index.item()
@@ -24,7 +24,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
+from ...graph.recurrent.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
+from ...graph.recurrent.saved_graph import PLAIN
+from .recurrent_layers import run_layers
 
 PACKED_WEIGHTS = "cuDNN runs a recurrent layer on packed weights"
 
@@ -86,21 +88,23 @@ def _pad(
     return PAD(data, sizes, batch_first, value, total_length), torch.tensor(lengths_of(sizes))
 
 
-def _recurrent(plain: Callable[..., Any], *args: Any) -> Any:
+def _recurrent(kind: str, plain: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """Run a recurrent layer with batch sizes that lie in memory.
 
     Raises:
         NotImplementedError: cuDNN would run it, on weights that are packed into one storage, which no trace can show,
             and with a state of dropout that torch keeps for the process.
     """
-    if isinstance(args[0], FakeTensor) and _is_cudnns(args[0]):
+    if isinstance(x, FakeTensor) and _is_cudnns(x):
         raise NotImplementedError(PACKED_WEIGHTS)
-    if not isinstance(args[4], bool) or isinstance(args[3], bool):
-        return plain(*args)
-    sizes = args[1].tolist()
-    with _disable_current_modes():
-        batch_sizes = torch.tensor(sizes)
-    return plain(args[0], batch_sizes, *args[2:])
+    is_packed = isinstance(args[3], bool) and not isinstance(args[2], bool)
+    sizes: list[int] = args[0].tolist() if is_packed else []
+    if isinstance(x, FakeTensor) and (results := run_layers(kind, x, sizes, *args[is_packed:])) is not None:
+        return results
+    if is_packed:
+        with _disable_current_modes():
+            args = (torch.tensor(sizes), *args[1:])
+    return plain(x, *args)
 
 
 def _is_cudnns(x: Tensor) -> bool:
@@ -154,7 +158,7 @@ READERS = tuple(
     for ask, owners, names in (
         (_pack, (torch, torch._VF), ("_pack_padded_sequence",)),
         (_pad, (torch, torch._VF), ("_pad_packed_sequence",)),
-        (_recurrent, (torch._VF,), ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+        *((partial(_recurrent, kind), (torch._VF,), (kind,)) for kind in PLAIN),
         (_ctc_loss, (torch,), ("ctc_loss",)),
         (_tensor_split, (torch, Tensor), ("tensor_split",)),
         (_formatted, (FakeTensor,), ("__format__",)),

@@ -1,5 +1,6 @@
 """The graphs of a call, each to be tried where no plan fits those before it.
 
+recurrent layers as one op each   ->   as the ops of their steps
 whole weights; chains in slices as far as "auto" goes   ->   weights in blocks of rows, in smaller ones
 """
 
@@ -15,9 +16,10 @@ from passes import Machine
 from passes.slices.whole_step import has_room
 from passes.slices.whole_weight import Reason, WholeWeight
 
+from ...graph.recurrent.layer_ops import has_layers
 from ...options.compile_options import CompileOptions
 from ...slices.step_blocks import refused_weights
-from ...slices.step_cuts import ATTEMPTS, Cuts
+from ...slices.step_cuts import ATTEMPTS, UNROLLED, Cuts
 from ..capture_cache import EarlierCapture
 from ..capture_step import capture_step
 from ..optimizer_state import OptimizerState
@@ -74,7 +76,7 @@ class Attempts:
         for cuts in ATTEMPTS:
             if first is not None and not self._may_help(cuts, first):
                 continue
-            earlier, began = self.earlier, time.perf_counter()
+            earlier, began = None if cuts == UNROLLED and first is not None else self.earlier, time.perf_counter()
             graph = self._capture(earlier, cuts)
             first, self.whole = first or graph, graph.captured.whole_weights
             # The graph is that of another step if it is in slices, or has updates.
@@ -85,6 +87,8 @@ class Attempts:
 
     def _may_help(self, cuts: Cuts, first: StepGraph) -> bool:
         """Return True if a call that was refused may fit with these cuts."""
+        if cuts == UNROLLED:
+            return has_layers(first.captured.graph.graph)
         if first.ranks.plan_together or self.options.plans:
             return False
         if not cuts.level:
@@ -116,5 +120,6 @@ class Attempts:
 
 
 def cuts_of(graph: StepGraph) -> object:
-    """Return the slices and the blocks: graphs of a call with the same ones are the same."""
-    return graph.captured.slices, tuple(graph.captured.blocks.items())
+    """Return what is in parts: graphs of a call with the same parts are the same."""
+    captured = graph.captured
+    return captured.slices, tuple(captured.blocks.items()), has_layers(captured.graph.graph)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import memgraph
 from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.profile import real_strides
+from memgraph.system.trial_room import ops_within
 from tests.support.compare import ROOM
 from tests.support.memory_formats import LAYOUTS, OPS, SHAPES, laid_out
 from tests.support.smallest_budget import smallest_of
@@ -134,7 +135,7 @@ def test_an_op_that_has_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> N
     with ConstantFakeMode():
         x = torch.empty(2, 8, 4, 4).to(memory_format=torch.channels_last)
     for room, expected in ((4 * x.untyped_storage().nbytes() - 1, 0), (4 * x.untyped_storage().nbytes(), 1)):
-        with real_strides.ops_within(room):
+        with ops_within(room):
             F.elu(x)
         assert len(ran) == expected
 

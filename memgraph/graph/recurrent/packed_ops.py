@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .define_op import define_op
-from .nodes import aten
+from ..define_op import define_op
+from ..nodes import aten
 
 
 def batch_sizes_of(lengths: Sequence[int]) -> list[int]:
