@@ -158,6 +158,6 @@ def test_a_file_that_can_not_be_opened_for_want_of_descriptors_is_an_error_that_
     module, compiled = fresh()
     full = OSError(errno.EMFILE, "Too many open files", "a_late_part_of_torch.py")
     said = pytest.raises(memgraph.MemgraphError, match=r"can't be planned: .*a_late_part_of_torch.py.*ulimit -n")
-    with mock.patch.object(planner, "captured_call", side_effect=full), said:
+    with mock.patch.object(planner, "GraphPlanner", side_effect=full), said:
         step(compiled)
     assert_next_step_right(module, compiled)

@@ -68,11 +68,16 @@ def twice(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def double_middle(model: nn.Module) -> None:
-    shift(model.middle, "forward", twice)  # type: ignore[arg-type]
+    shift(model.get_submodule("middle"), "forward", twice)
 
 
 def freeze(model: nn.Module) -> None:
     model.get_submodule("first").requires_grad_(False)
+
+
+def swap(model: nn.Module) -> None:
+    weight = model.get_parameter("last.weight")
+    torch.utils.swap_tensors(weight, nn.Parameter(2 * weight.detach()))
 
 
 def other_layer(model: nn.Module) -> None:
@@ -98,10 +103,12 @@ CHANGES: dict[str, Change] = {
     "forward pre-hook": lambda model: model.register_forward_pre_hook(lambda _, given: (2 * given[0],)),
     "requires_grad_": freeze,
     "weight_norm": lambda model: nn.utils.parametrizations.weight_norm(model.get_submodule("middle")),
-    "swap_tensors": lambda model: torch.utils.swap_tensors(
-        model.get_submodule("last").weight, nn.Parameter(2 * model.get_submodule("last").weight.detach())
-    ),
+    "swap_tensors": swap,
 }
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def outcome(compiled: Any, model: nn.Module, eager: nn.Module, call: Callable[[Tensor], Tensor], budget: int) -> str:
@@ -121,11 +128,7 @@ def outcome(compiled: Any, model: nn.Module, eager: nn.Module, call: Callable[[T
             # The first of these steps may be planned in; what planning takes has tests of its own.
             loss, allocated = (train(), None) if step == 0 else measure_peak(train)
             pairs = zip(model.parameters(), eager.parameters(), strict=True)
-            same = all(
-                (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad))
-                for a, b in pairs
-            )  # type: ignore[arg-type]
-            if not torch.equal(loss, expected.detach()) or not same:
+            if not is_same(loss, expected.detach()) or not all(is_same(a.grad, b.grad) for a, b in pairs):
                 return "other numbers"
             if allocated is not None and resident_bytes([*model.parameters(), x]) + allocated.peak > budget:
                 return "over the budget"
@@ -153,6 +156,11 @@ def reloaded(compiled: memgraph.CompiledModule) -> memgraph.CompiledModule:
     return again
 
 
+def compiled_in_place(compiled: memgraph.CompiledModule) -> memgraph.CompiledModule:
+    compiled.compile(backend="eager")
+    return compiled
+
+
 COPIES: dict[str, Callable[[memgraph.CompiledModule], memgraph.CompiledModule]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
@@ -163,7 +171,7 @@ WRAPS: dict[str, Wrap] = {
     "DataParallel": nn.DataParallel,
     "Sequential": nn.Sequential,
     "torch.compile": lambda compiled: torch.compile(compiled, backend="eager"),
-    "compile()": lambda compiled: (compiled.compile(backend="eager"), compiled)[1],
+    "compile()": compiled_in_place,
     "functional_call": lambda compiled: (
         lambda x: torch.func.functional_call(compiled, dict(compiled.named_parameters()), x)
     ),
