@@ -61,7 +61,13 @@ def test_the_snippets_of_the_readme_run_one_after_another(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     x, y = torch.randn(4, 8), torch.randn(4, 1)
-    seen: dict[str, Any] = {"net": nn.Linear(8, 1), "loss_fn": nn.functional.mse_loss, "batches": [(x, y)], "x": x, "y": y}
+    seen: dict[str, Any] = {
+        "net": nn.Linear(8, 1),
+        "loss_fn": nn.functional.mse_loss,
+        "batches": [(x, y)],
+        "x": x,
+        "y": y,
+    }
     run = [block for block in blocks("README.md") if "..." not in re.sub("#.*", "", block)]  # a list of calls is none
     for block in run:
         exec(compile(block.replace("8GB", "1GB"), "README.md", "exec"), seen)

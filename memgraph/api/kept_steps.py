@@ -163,7 +163,8 @@ class KeptSteps:
 
     def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """Plan a step, and log why that happens and how long it took."""
-        LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
+        which = f"a call unlike the {number} before it" if (number := self._kinds.number) else "the first call"
+        LOG.info("%s is captured, priced and planned", which)
         guard, adds, outputs = key
         similar = self.steps.get((guard, not adds, outputs))
         earlier = EarlierCapture.of(similar) if similar is not None else self.captures.take((guard, outputs))

@@ -100,7 +100,8 @@ class FitResult:
             return []
         said = f"torch's allocator would hold {mb(self._on_card)} of the {mb(self.profile.memory)} that the device has"
         if self.report.budget < self.asked:
-            said += f"; with a budget of {mb(self.asked)} that would be too much, so {mb(self.report.budget)} are planned for"
+            lowered = f"so {mb(self.report.budget)} are planned for"
+            said += f"; with a budget of {mb(self.asked)} that would be too much, {lowered}"
         return [said]
 
     def _slow(self) -> list[str]:

@@ -180,7 +180,9 @@ class Fitting:
         if not machine.link.works or update.window is None:
             return FittedStep(trace, machine, True, profile.held)
         machine = replace(machine, streaming=Streaming(True, window=update.window))
-        return FittedStep(with_windows(trace, update.window) if rows else trace, machine, True, profile.held, rows, finer)
+        return FittedStep(
+            with_windows(trace, update.window) if rows else trace, machine, True, profile.held, rows, finer
+        )
 
     def _in_blocks(self, call: ModelCall, known: Captured, level: int) -> FittedStep | None:
         """Return the step with weights in blocks; None if none can be cut further."""

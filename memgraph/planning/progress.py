@@ -83,7 +83,7 @@ class Progress:
     def line(self) -> str:
         now = time.monotonic()
         some = f", {self._count} of {self._of}" if self._of else f", {self._count}" if self._count else ""
-        return f"{self._phase}{some}{self._best}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
+        return f"{self._phase}{some}{self._best}{self._left(now)} ({now - self._begin:.0f} s so far)"
 
     def _left(self, now: float) -> str:
         if self._until < math.inf:
@@ -95,11 +95,11 @@ class Progress:
         return f", at most about {rest:.0f} s left"
 
     def _tell(self) -> None:
-        wait = FIRST_S
+        wait, advice = FIRST_S, f"; {ADVICE}"
         while not self._ended.wait(wait):
             with suppress(Exception):  # a failing logging handler, or a closed terminal
-                log_progress(self.line())
-            wait = NEXT_S
+                log_progress(f"{self.line()}{advice}")
+            wait, advice = NEXT_S, ""
 
 
 def log_progress(line: str) -> None:

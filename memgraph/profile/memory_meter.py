@@ -232,7 +232,7 @@ def _without_warnings() -> Iterator[None]:
 
 @cache
 def _level(library: str, name: str) -> ctypes.c_int:
-    """Return a level of a log in torch's libraries; one that nobody reads if torch was built with another log."""
+    """Return a level of a log in torch's libraries; a number of our own if torch was built with another log."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library)), name)
     except (OSError, ValueError):

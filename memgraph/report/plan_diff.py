@@ -62,9 +62,10 @@ class PlanDiff:
         return printed(self)
 
     def __rich__(self) -> RenderableType:
+        more = self.peaks[1] - self.peaks[0]
         lines = [
             f"budget   {_pair(self.budgets)}",
-            f"forecast {_pair(self.peaks)}, {self.peaks[1] - self.peaks[0]:+d} B",
+            f"forecast {_pair(self.peaks)}, {'+' * (more > 0)}{mb(more)}",
             f"step     {ms(self.us[0])} -> {ms(self.us[1])}" + (_share(*self.us)),
         ]
         if not self.same_step:

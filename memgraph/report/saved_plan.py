@@ -47,7 +47,7 @@ from .tables import mb
 
 FORMAT = 5
 LARGEST = 2.0**63  # no bytes and no times in a file are as large
-REPLAN = "plan again, without plan="
+REPLAN = "make a new plan, as a call without plan= does"
 TYPES: dict[str, type] = {  # of fields, by annotation
     "int": int,
     "int | None": int,

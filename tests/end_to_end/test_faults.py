@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from torch._C._autograd import _profiler_enabled
 
 import memgraph
-from memgraph.planning import assembly, search
+from memgraph.planning import assembly, planner, search
 from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM, Net, Running, assert_next_step_right, batch, fresh, living, open_files, step
 from tests.support.forced_plans import given_up
@@ -151,3 +152,12 @@ def poisoned(graph: fx.GraphModule, node: fx.Node, error: type[BaseException]) -
 
 def nodes_of(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_a_file_that_can_not_be_opened_for_want_of_descriptors_is_an_error_that_says_so() -> None:
+    module, compiled = fresh()
+    full = OSError(errno.EMFILE, "Too many open files", "a_late_part_of_torch.py")
+    said = pytest.raises(memgraph.MemgraphError, match=r"can't be planned: .*a_late_part_of_torch.py.*ulimit -n")
+    with mock.patch.object(planner, "GraphPlanner", side_effect=full), said:
+        step(compiled)
+    assert_next_step_right(module, compiled)

@@ -107,7 +107,7 @@ def _found(kind: str, call: Call, grad: bool, wanted: OutputSelector) -> tuple[J
     digest = log.digest()
     content = read_cached(_key(kind, digest), FILE) if digest else None
     if content is None:
-        LOG.info("no earlier capture is used, since forward does something else now; %s", log.reason)
+        LOG.info("no earlier capture is used: %s", log.reason or "forward does something else than when one was kept")
         return None
     return joint, recorded_graph(unpacked(content), log.constants, ConstantFakeMode())
 

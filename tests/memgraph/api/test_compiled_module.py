@@ -114,3 +114,15 @@ def test_functional_call_puts_other_tensors_in_the_place_of_parameters() -> None
         return [loss, *(seed.grad for seed in seeds.values())]
 
     assert_alike(loop)
+
+
+def test_what_is_shown_in_a_notebook_is_short() -> None:
+    layer = nn.Linear(8, 8)
+    compiled = memgraph.compile(nn.Sequential(*[layer for _ in range(50)]), "1GB")
+    assert repr(compiled) == f"CompiledModule({compiled._module!r}, budget='1GB')"
+    compiled(torch.randn(4, 8)).sum().backward()
+    saved = memgraph.SavedPlan.from_json(compiled.plan.to_json())
+    sweep = memgraph.sweep(layer, torch.randn(4, 8), time_limit=0)
+    shown = [repr(each) for each in (compiled.plan, saved, sweep, compiled.plan.forecast.trace)]
+    assert all(len(text) < 200 for text in shown), shown
+    assert shown[0].startswith("<Report: fits: forecast ")

@@ -162,7 +162,9 @@ def test_what_the_device_holds_is_said_and_decides(factory: str, capsys: pytest.
     assert "torch's allocator would hold " in text and "MB that the device has" in text and "warning" not in text
 
 
-def test_a_step_that_takes_twice_as_long_is_no_fit_without_a_word(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_takes_twice_as_long_is_no_fit_without_a_word(
+    factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     device = json.loads((FOLDER / "l4.json").read_text())
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps({**device, "libraries": 0, "link": {"out": 1e6, "back": 1e6}}))

@@ -41,13 +41,28 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "NEXT_S", 0.01)
 
 
-def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
+def test_the_first_line_says_how_to_shorten_planning_and_no_later_one(
+    soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Progress() as told:
+        told.phase("pricing ops", 40)
+        while len(caplog.messages) < 3:
+            time.sleep(0.01)
+    assert [line.endswith("; time_limit= bounds planning, plan= spares it") for line in caplog.messages[:3]] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_line_says_phase_count_and_what_is_left() -> None:
     told = Progress()
     told.phase("pricing ops", 40)
     told.done()
     line = told.line()
     assert line.startswith("pricing ops, 1 of 40, at most about ") and "s left (0 s so far)" in line
-    assert line.endswith("time_limit= bounds planning, plan= spares it")
+    assert line.endswith("s left (0 s so far)")
     told.bound(time.monotonic() + 30.5)
     assert ", 30 s of time_limit left" in told.line()
     told.bound(time.monotonic() - 1)

@@ -183,7 +183,9 @@ for each in sys.argv[1]:
         torch.zeros(3)
 """
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
-    run = subprocess.run([sys.executable, "-c", script, when], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script, when], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     return [line.rpartition("] ")[2] for line in run.stderr.splitlines() if line.startswith("USDT")]
 

@@ -29,7 +29,7 @@ def test_a_difference_is_printed_by_decision() -> None:
         str(before.diff(after)) + "\n",
         """\
 budget   33.0 MB -> 33.0 MB
-forecast 32.8 MB -> 32.8 MB, +0 B
+forecast 32.8 MB -> 32.8 MB, 0 B
 step     4.8 ms -> 5.3 ms, +11.0%
 
 decided differently
