@@ -42,7 +42,7 @@ def local() -> Exception:
 
 
 class Fault(NamedTuple):
-    """What goes wrong on one rank, when, and what all ranks then raise."""
+    """An error of one rank, the phase in which it is raised, and the class that all ranks then raise."""
 
     bad: int
     phase: str
