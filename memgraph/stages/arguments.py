@@ -36,7 +36,7 @@ FUNCTIONS = {
     "optimizer": "a function that makes one from parameters, as torch.optim.AdamW or a functools.partial of it",
 }
 Budget = str | int | float | None
-Budgets = Budget | list[Budget] | tuple[Budget, ...]
+Budgets = Budget | Sequence[Budget]
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,9 @@ def default_stages_per_rank(schedule: str) -> int:
 
 
 def _of_each(budget: Budgets, stages: int) -> list[Budget]:
-    return [*budget] if isinstance(budget, list | tuple) else [budget] * stages
+    if budget is None or isinstance(budget, str | int | float):
+        return [budget] * stages
+    return [*budget]
 
 
 def device_of_model(model: nn.Module) -> torch.device:

@@ -90,9 +90,9 @@ def pipeline(
         offload: "disk" lets a plan keep activations on disk between forward and backward, and "auto" is the same on a
             CPU. None keeps them in memory.
         spill_dir: the folder of the nameless files that "disk" uses; by default the temporary folder.
-        time_limit: seconds after capture after which planning takes the best cut and the best plans so far; 0 runs the
-            quick, greedy passes only, math.inf has no limit. By default capture and planning take 40 s, and planning
-            at least 10. The cut has half of them, and then each rank plans its stages.
+        time_limit: seconds of the call after which planning takes the best cut and the best plans so far; math.inf has
+            no limit. Once they are over, as with 0, the quick, greedy passes run for the stages of each rank only. By
+            default capture and planning take 40 s, and planning at least 10. The cut has half of what capture leaves.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -150,10 +150,11 @@ class Pipeline:
         Raises:
             ValueError: the mini-batch can't be divided, or differs too much from the first to run in the same stages.
             AgreementError: another rank was given another mini-batch, or can't go on.
-            BudgetError: no plan fits the budget of some stage; on all ranks, before the step.
+            StagesBudgetError: no plan keeps the budgets; on all ranks, before the step.
             CaptureError: the model can't be captured, or can't be cut.
             CollectiveError: another rank has ended or stopped.
             MemgraphError: an earlier step has failed.
+            Exception: what another rank has raised, whatever its class is.
         """
         with self.group.ending_together():
             self._prepare(args, kwargs)
@@ -197,7 +198,7 @@ class Pipeline:
         yield from (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of the model's state dict that this rank has."""
+        """Return the entries of the model's state dict that this rank has: before the first step, all of them."""
         return own_state_dict(self._trained_module)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,7 +207,7 @@ class Pipeline:
         Raises:
             StateError: an entry is missing or has another shape; nothing was changed.
         """
-        load_own(self._trained_module, state)
+        load_own(self._module_with_values, state)
 
     def load_safetensors(self, paths: Target | Sequence[Target]) -> None:
         """Copy what this rank has out of a safetensors file of the whole model, or out of several.
@@ -214,7 +215,7 @@ class Pipeline:
         Raises:
             StateError: a file can't be read, or an entry is missing or has another shape; nothing was changed.
         """
-        load_files(self._trained_module, [paths] if isinstance(paths, str | PathLike) else paths)
+        load_files(self._module_with_values, [paths] if isinstance(paths, str | PathLike) else paths)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the whole model on rank 0, and an empty one on others; all ranks call it.
@@ -223,7 +224,8 @@ class Pipeline:
             CollectiveError: another rank has ended or stopped.
         """
         with self.group.ending_together():
-            return full_state_dict(self._trained_module, self.group, self._cut.owned)
+            owned = [frozenset(all_tensors(self.module))] if self._first is None else self._first.owned
+            return full_state_dict(self._module_with_values, self.group, owned)
 
     def save_sharded(self, folder: Target) -> None:
         """Write parameters, buffers, the optimizer's states and random generators; each rank writes its own.
@@ -281,8 +283,14 @@ class Pipeline:
     @property
     def _trained_module(self) -> nn.Module:
         """The module as the caller gave it, without a loss around it."""
-        assert self._cut
         return self.module._module if isinstance(self.module, WithLoss) else self.module
+
+    @property
+    def _module_with_values(self) -> nn.Module:
+        """The same, if this rank's tensors have memory: one on the meta device gets it when it is cut."""
+        if any(each.is_meta for each in all_tensors(self.module).values()):
+            assert self._cut
+        return self._trained_module
 
     @property
     def _cut(self) -> FirstCut:

@@ -11,9 +11,9 @@ from functools import cached_property
 
 from passes import Trace
 from passes.stages.cut import Cut
+from passes.stages.places import by_module
 
 from .ranks.messages import Message
-from .state.stage_tensors import by_module
 from .whole_step import WholeStep
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from passes import Machine, Trace
 from passes.ir.liveness import RELEASED
 from passes.stages.interval_costs import IntervalCosts
-from passes.stages.places import Places
+from passes.stages.places import Places, by_module
 from passes.stages.stage_trace import stage_trace
 
 from ..capture.capture import capture
@@ -35,7 +35,6 @@ from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
 from ..system.device import device_of, unused_nbytes
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
-from .state.stage_tensors import by_module
 
 REFUSED = "a pipeline can't be made of a model that"
 KINDS = {RELEASED: "output", "input_gradient": "watched"}  # what a stage sends is not released early, nor offloaded

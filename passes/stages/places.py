@@ -12,7 +12,7 @@ and gradients flow from later stages to earlier ones only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -189,6 +189,14 @@ class Places:
         elif value in self.sums and not makers.isdisjoint(own):
             for read in reversed(self.trace.op[value].reads):
                 yield from self.parts_of(own, read)
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of parameters and buffers by the paths of the modules that have them."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
 
 
 def _writes(op: Op) -> bool:

@@ -108,7 +108,7 @@ class CollectiveWatchdog:
 
     @property
     def first_error(self) -> str | None:
-        """What the first rank that left has given as its error; None if no rank has left."""
+        """The error that the first rank to leave has given; None if no rank has left."""
         if not self.store.check([ENDED]):
             return None
         ended: str = self.store.get(ENDED).decode()

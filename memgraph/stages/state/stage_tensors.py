@@ -6,7 +6,7 @@ last.weight, which only others read         ->   on the meta device, without byt
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -19,14 +19,6 @@ from ...system.user_warning import warn_user
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, each once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of parameters and buffers by the paths of the modules that have them."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return found
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ def local() -> Exception:
 
 
 class Fault(NamedTuple):
-    """What goes wrong on one rank, when, and what all ranks then raise."""
+    """An error of one rank, the phase in which it is raised, and the class that all ranks then raise."""
 
     bad: int
     phase: str
@@ -92,8 +93,8 @@ def _inject(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     patch.setattr(where, name, fail)
 
 
-def _ended(rank: int, ranks: int, fault: Fault) -> tuple[str, str, list[str], float, str]:
-    """Return what this rank raises, after how long, and what it raises then."""
+def _ended(rank: int, fault: Fault) -> tuple[str, str, list[str], float, str, str]:
+    """Return what this rank raises, after how long, what it raises then, and the function that has raised the first."""
     group = dist.new_group(timeout=timedelta(seconds=120))
     assert isinstance(group, dist.ProcessGroup)
     with pytest.MonkeyPatch.context() as patch:
@@ -118,33 +119,30 @@ def _ended(rank: int, ranks: int, fault: Fault) -> tuple[str, str, list[str], fl
         pipe.step(**batch)
     except memgraph.MemgraphError as error:
         again = str(error)
-    raised = caught.value
-    return type(raised).__name__, str(raised), list(getattr(raised, "__notes__", ())), seconds, again
+    raised, where = caught.value, traceback.extract_tb(caught.tb)[-1].name
+    return type(raised).__name__, str(raised), list(getattr(raised, "__notes__", ())), seconds, again, where
 
 
-def _all_ended(rank: int, ranks: int, faults: list[Fault]) -> list[Any]:
+def _all_ended(rank: int, faults: list[int]) -> list[Any]:
     found = []
-    for fault in faults:
-        found.append(_ended(rank, ranks, fault))
+    for number in faults:
+        found.append(_ended(rank, FAULTS[number]))
         dist.barrier()  # in the group of all: the rank that has failed lives on until each one has ended
     return found
 
 
 def _check(ranks: int, faults: list[int]) -> None:
-    results = on_ranks(ranks, _in_process, ranks, faults)
+    results = on_ranks(ranks, _all_ended, faults)
     for number, each in zip(faults, zip(*results, strict=True), strict=True):
         fault = FAULTS[number]
-        for rank, (kind, text, notes, seconds, again) in enumerate(each):
+        for rank, (kind, text, notes, seconds, again, where) in enumerate(each):
+            assert (where == "fail") is (rank == fault.bad)  # its traceback is whole
             assert kind == (fault.kind if rank != fault.bad else type(fault.make()).__name__), (fault, rank, kind, text)
             assert str(fault.make()) in text
             assert ("new process group" in again) is fault.is_over, (fault, rank, again)
             assert seconds < LIMIT, (fault, rank, seconds)
             if fault.is_over:
                 assert any(f"on rank {fault.bad}" in note for note in notes), (fault, rank, notes)
-
-
-def _in_process(rank: int, ranks: int, faults: list[int]) -> list[Any]:
-    return _all_ended(rank, ranks, [FAULTS[number] for number in faults])
 
 
 def test_an_exception_on_one_rank_is_raised_on_all() -> None:

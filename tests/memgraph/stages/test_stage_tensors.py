@@ -169,3 +169,28 @@ def _referred(rank: int) -> list[str]:
 def test_an_optimizer_made_too_early_is_said() -> None:
     for texts in on_ranks(2, _referred):
         assert any("of pipe.parameters() after prepare()" in text for text in texts)
+
+
+def test_a_refused_plan_leaves_a_model_on_the_meta_device() -> None:
+    model, batch = made("skips", 8)
+    model = model.to("meta")
+    with pytest.raises(memgraph.StagesBudgetError) as caught:
+        memgraph.pipeline(model, "1KB", 2).prepare(**batch)
+    assert all(each.is_meta for each in model.parameters())
+    pipe = memgraph.pipeline(model, caught.value.smallest, 2)
+    with pytest.warns(RuntimeWarning, match="have no values"):
+        pipe.step(**batch)
+
+
+def test_a_state_is_loaded_and_read_before_the_first_step() -> None:
+    model, batch = made("skips", 8)
+    saved = {key: value + 1 for key, value in model.state_dict().items()}
+    pipe = memgraph.pipeline(model, "1GB", 2)
+    pipe.load_state_dict(saved)
+    for state in (pipe.state_dict(), pipe.full_state_dict(), model.state_dict()):
+        assert list(state) == list(saved) and all(state[key].equal(value) for key, value in saved.items())
+    pipe.step(**batch)
+    on_meta = memgraph.pipeline(made("skips", 8)[0].to("meta"), "1GB", 2)
+    for call in (on_meta.full_state_dict, lambda: on_meta.load_state_dict(saved)):
+        with pytest.raises(memgraph.MemgraphError, match=r"prepare\(\)"):
+            call()
