@@ -1,4 +1,4 @@
-"""Where no budget can hold, somebody says so before an update: for `compile`, and for a sharded optimizer."""
+"""Where no budget can hold, an error says so before an update: for `compile`, and for a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said(step: Callable[[], object], module: nn.Module) -> str:
 
 
 def steps(module: Any, made: Callable[[Any], Any], averages: str) -> list[str]:
-    """What is said of a budget that no plan keeps, of another forward, of a wrapper, and of other parameters."""
+    """The errors of a budget that no plan keeps, another forward, a wrapper, and other parameters."""
 
     def compiled(budget: int) -> tuple[Any, Any]:
         optimizer = made(module)
