@@ -135,7 +135,7 @@ class KeptSteps:
         Tensors that are no parameters are in their place for one call, as in `torch.func.functional_call`.
 
         Raises:
-            UpdateError: the optimizer has none of these, and gradients are wanted.
+            UpdateError: gradients are wanted, and all of these are new to the optimizer.
         """
         ids = tuple(map(id, parameters))
         if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):

@@ -97,13 +97,13 @@ class OptimizerState:
     def refuse_parameters(self, parameters: Sequence[Tensor]) -> None:
         """
         Raises:
-            UpdateError: the optimizer has none of the parameters that the module has now.
+            UpdateError: all parameters that the module has now are new to the optimizer.
         """
         if self.optimizer is not None and self.updated_ids.isdisjoint(map(id, parameters)):
             raise UpdateError(
-                "the module has other parameters than those of the optimizer that was given to memgraph.compile, which "
-                "would update none of them, as after fully_shard or load_state_dict(assign=True): make the optimizer "
-                "of the new parameters, and compile with that"
+                "the module has other parameters than those of the optimizer that was given to memgraph.compile, and no "
+                "step would update them, as after fully_shard or load_state_dict(assign=True): make the optimizer of "
+                "the new parameters, and compile with that"
             )
 
     def outputs(self, outputs: OutputSelector) -> OutputSelector:

@@ -1,4 +1,4 @@
-"""Only parameters whose memory nobody else holds are moved: what others write to theirs is seen, and no byte is freed in vain."""
+"""A parameter is moved only if no other tensor holds its memory: what others write there is seen."""
 
 from __future__ import annotations
 
