@@ -215,8 +215,8 @@ def _resized(result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _observed(
-    result: Any, x: Tensor, observes: Tensor, quantizes: Tensor, least: Tensor, most: Tensor, scale: Tensor, zero: Tensor,
-    constant: float, first: int, last: int, axis: int, by_row: bool = False, *args: Any, **kwargs: Any,
+    result: Any, x: Tensor, observes: Tensor, quantizes: Tensor, least: Tensor, most: Tensor, scale: Tensor,
+    zero: Tensor, constant: float, first: int, last: int, axis: int, by_row: bool = False, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     for statistic in (least, most, scale, zero) if by_row else ():
         statistic.resize_(x.shape[axis])

@@ -128,19 +128,13 @@ class ModuleBudget:
         own = forward.own()
         follow(forward.shared, forward.model, own.keys() | REPLACED)
         vars(forward.shared).update(own)
-        if self.compiled is None:
-            self.compiled = compile(forward.shared, self._budget, optimizer=self._optimizer, **self._options)
-        self.compiled.training = forward.model.training
         try:
+            if self.compiled is None:
+                self.compiled = compile(forward.shared, self._budget, optimizer=self._optimizer, **self._options)
+            self.compiled.training = forward.model.training
             return self.compiled(*args, **kwargs)
         except UntriedUpdateError:
-            kind = type(self._optimizer)
-            warn_user(
-                f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are "
-                f"not counted: of the budget of {self._budget} leave as much as they take, or take an optimizer of "
-                "torch or torchao (adamw_torch_8bit, adafactor), which is counted"
-            )
-            self._optimizer, self.compiled, self._uncounted = None, None, self._optimizer
+            self._leave_uncounted()
             return self.run(forward, args, kwargs)
         except ChangedArgumentError as error:
             if torch.is_grad_enabled():
@@ -148,6 +142,16 @@ class ModuleBudget:
             self._changed.add(error.kind)
             warn_user(f"forward changes a {error.kind.__name__}: calls with one run outside of the budget")
             return forward.plain(*args, **kwargs)
+
+    def _leave_uncounted(self) -> None:
+        """Plan without the optimizer, and say so."""
+        kind = type(self._optimizer)
+        warn_user(
+            f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are not "
+            f"counted: leave room for them in the budget of {self._budget}, or take an optimizer of torch or torchao "
+            "(as adamw_torch_8bit), which is counted"
+        )
+        self._optimizer, self.compiled, self._uncounted = None, None, self._optimizer
 
     def _makes_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True for a call in `generate`, where each has another shape, or with a cache that forward fills."""

@@ -99,8 +99,8 @@ def _refuse_unsuitable(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> None
             )
         if type(tensor) not in PLAIN and vars(tensor):
             raise CaptureError(
-                f"it reads a {type(tensor).__module__}.{type(tensor).__name__} with attributes of its own, which another "
-                "tensor in its place has not"
+                f"it reads a {type(tensor).__module__}.{type(tensor).__name__} with attributes of its own, which "
+                "another tensor in its place has not"
             )
         if tensor.device != tensors[0].device:
             raise CaptureError(f"it reads tensors on {tensors[0].device} and on {tensor.device}")

@@ -47,9 +47,9 @@ def assigned_buffers(
 def _refuse_resized(role: Input, buffer: Tensor, before: torch.Size) -> None:
     if buffer.shape != before:
         raise CaptureError(
-            f"forward gives {role.label} the shape {tuple(buffer.shape)}, where it was {tuple(before)}, as the observers "
-            "of quantization-aware training do in their first call: run the plain module once before it is compiled, "
-            "or given to a trainer"
+            f"forward gives {role.label} the shape {tuple(buffer.shape)}, where it was {tuple(before)}, as the "
+            "observers of quantization-aware training do in their first call: run the plain module once before it is "
+            "compiled, or given to a trainer"
         )
 
 
