@@ -87,8 +87,8 @@ def _tried(layer: Layer, forms: Sequence[Layout]) -> Iterator[tuple[list[Tensor]
 
 
 def _layer(kind: str, batch_sizes: Sequence[int], *rest: Any) -> Layer:
-    *flags, trained = rest
-    return Layer(kind, tuple(batch_sizes), *flags, tuple(trained))
+    has_biases, train, bidirectional, trained = rest
+    return Layer(kind, tuple(batch_sizes), has_biases, train, bidirectional, tuple(trained))
 
 
 def _forward(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:

@@ -117,7 +117,7 @@ class _Store:
         self._spans = [(x.untyped_storage()._cdata, x.storage_offset(), x.storage_offset() + _extent(x)) for x in given]
 
     def pack(self, x: Tensor) -> _Span:
-        storage, begin = x.untyped_storage(), x.storage_offset()
+        storage, begin = x.untyped_storage(), int(x.storage_offset())
         for number, (key, first, end) in enumerate(self._spans):
             if key == storage._cdata and first <= begin and begin + _extent(x) <= end:
                 return _Span(True, number, x.shape, x.stride(), begin - first)
