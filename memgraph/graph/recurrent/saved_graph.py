@@ -74,7 +74,7 @@ class SavedGraph:
 
     @property
     def uses(self) -> Counter[int]:
-        """How often forward uses each trained tensor, by its position."""
+        """The number of uses of each trained tensor in forward, by position."""
         nodes = reachable_nodes([edge.node for edge in self._roots])
         edges = Counter(node for each in nodes for node, _ in each.next_functions)
         return Counter({place: edges[edge.node] for place, edge in zip(self.layer.trained, self._leaves, strict=True)})
@@ -90,7 +90,7 @@ class SavedGraph:
                 return list(
                     torch.autograd.grad(
                         [edge for edge, _ in roots], self._leaves, [x for _, x in roots], allow_unused=True,
-                        retain_graph=True,  # what a step with retain_graph=True runs again
+                        retain_graph=True,  # the caller may run backward again
                     )
                 )  # fmt: skip
         finally:
