@@ -1,6 +1,6 @@
 """Measure the first call of a model by phases, with an empty cache of prices.
 
-    python -m benchmarks.first_call [gpt2] [cells] [many_cells] [mamba] [deep] [--share 0.6]
+    python -m benchmarks.first_call [gpt2] [cells] [many_cells] [packed] [words] [mamba] [deep] [--share 0.6]
 
 Each call is made in a process of its own, on one thread, with an empty folder for the cache of costs: once with a
 budget that everything fits, and once with parameters, batch and a share of what the step holds above them.  CPU seconds
@@ -26,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memgraph
 from benchmarks.clock import loop_text
@@ -84,6 +85,30 @@ def many_cells() -> Call:
     return Cells(), (torch.randn(8, 400, 64),), {}
 
 
+class Packed(nn.Module):
+    """A recurrent layer of torch over packed rows of several lengths."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], size: int = 32, **options: Any) -> None:
+        super().__init__()
+        self.layers = kind(size, size, batch_first=True, **options)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        loss: Tensor = pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0].square().mean()
+        return loss
+
+
+def packed() -> Call:
+    """An LSTM of two layers in both directions, over 16 frames at most."""
+    module = Packed(nn.LSTM, num_layers=2, bidirectional=True)
+    return module, (torch.randn(8, 16, 32), torch.tensor([16, 16, 14, 13, 11, 11, 10, 9])), {}
+
+
+def words() -> Call:
+    """An LSTM over 64 words at most."""
+    return Packed(nn.LSTM), (torch.randn(8, 64, 32), torch.tensor([64, 60, 52, 51, 48, 47, 46, 37])), {}
+
+
 def mamba() -> Call:
     """A Mamba of two layers, in transformers' slow path: a loop over 64 tokens."""
     ids = torch.randint(0, 256, (1, 64))
@@ -102,6 +127,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "gpt2": gpt2,
     "cells": cells,
     "many_cells": many_cells,
+    "packed": packed,
+    "words": words,
     "mamba": mamba,
     "deep": deep,
 }

@@ -10,6 +10,7 @@ result_layout       layout of an op's results
 aten_shims          ops that aten lacks
 draws/              draws with `random` and numpy
 counters            numbers with which forward counts
+recurrent/          recurrent layers as ops, packed rows
 guard_ops           guards on values of tensors, as ops
 opaque_ops          submodules that run as they are, as ops
 define_op           define an op that is the same on every device

@@ -150,7 +150,7 @@ def find_sums(roots: Sequence[Tensor]) -> None:
 
 
 def earlier_gradients(roots: Sequence[Tensor]) -> Iterator[tuple[Node, int]]:
-    """Yield the places of functions at which an input gets another gradient before theirs, in the backward of `roots`."""
+    """Yield functions and inputs of theirs that get another gradient before theirs, in the backward of `roots`."""
     nodes = reachable_nodes([root.grad_fn for root in roots])
     first = {(root.grad_fn, root.output_nr): 1 << 62 for root in roots}
     for node in nodes:

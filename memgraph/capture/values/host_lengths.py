@@ -153,16 +153,17 @@ class Reader:
     plain: Callable[..., Any]
 
 
+_READS: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]], ...] = (
+    (_pack, (torch, torch._VF), ("_pack_padded_sequence",)),
+    (_pad, (torch, torch._VF), ("_pad_packed_sequence",)),
+    *((partial(_recurrent, kind), (torch._VF,), (kind,)) for kind in PLAIN),
+    (_ctc_loss, (torch,), ("ctc_loss",)),
+    (_tensor_split, (torch, Tensor), ("tensor_split",)),
+    (_formatted, (FakeTensor,), ("__format__",)),
+)
 READERS = tuple(
     Reader(owner, name, ask, getattr(owner, name))
-    for ask, owners, names in (
-        (_pack, (torch, torch._VF), ("_pack_padded_sequence",)),
-        (_pad, (torch, torch._VF), ("_pad_packed_sequence",)),
-        *((partial(_recurrent, kind), (torch._VF,), (kind,)) for kind in PLAIN),
-        (_ctc_loss, (torch,), ("ctc_loss",)),
-        (_tensor_split, (torch, Tensor), ("tensor_split",)),
-        (_formatted, (FakeTensor,), ("__format__",)),
-    )
+    for ask, owners, names in _READS
     for owner in owners
     for name in names
 )

@@ -1,7 +1,7 @@
 """Autograd as outside of a step, in a block inside of one.
 
-    with autograd_keys(): y = x * 2               ->   y has a grad_fn, though a step runs its graph below autograd
-    with saved_tensor_hooks(are_off=False): ...   ->   hooks for what autograd saves work, though a trace turns them off
+with autograd_keys(): y = x * 2               ->   y has a grad_fn, though a step runs its graph below autograd
+with saved_tensor_hooks(are_off=False): ...   ->   hooks for what autograd saves work, though a trace turns them off
 """
 
 from __future__ import annotations

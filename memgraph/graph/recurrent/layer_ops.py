@@ -27,7 +27,7 @@ from ..define_op import define_op
 from ..result_layout import Layout, empty, layout
 from .saved_graph import Layer, SavedGraph
 
-KNOWN = 1024  # layers of which results are known
+KNOWN = 1024  # layers that are described
 COPIES = 12  # of the gates of all steps that a layer makes at most, backward included
 Arguments = tuple[str, list[int], bool, bool, bool, list[int]]  # those of `Layer`
 
@@ -38,7 +38,7 @@ def has_layers(graph: fx.Graph) -> bool:
 
 
 class Described(NamedTuple):
-    """What forward returns for tensors of these layouts, and how often it uses each trained one, by position."""
+    """The results of a forward on tensors of these layouts, and the uses of each trained one, by position."""
 
     results: tuple[Layout, ...]
     saved: tuple[Layout, ...]
@@ -87,8 +87,8 @@ def _tried(layer: Layer, forms: Sequence[Layout]) -> Iterator[tuple[list[Tensor]
 
 
 def _layer(kind: str, batch_sizes: Sequence[int], *rest: Any) -> Layer:
-    *flags, trained = rest
-    return Layer(kind, tuple(batch_sizes), *flags, tuple(trained))
+    has_biases, train, bidirectional, trained = rest
+    return Layer(kind, tuple(batch_sizes), has_biases, train, bidirectional, tuple(trained))
 
 
 def _forward(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
     graph = SavedGraph(layer, [x, hx, w, b])   ->   graph.results, graph.saved: one flat tensor for each storage
     graph.gradients([x, hx, w, b], saved, [dy])  ->   [dx, dw, db]
 
-So these tensors are values like others: they can be freed, copied elsewhere, and made again by another forward.
+So these tensors are values like others. They can be freed, offloaded, and made again by another forward.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SavedGraph:
 
     @property
     def uses(self) -> Counter[int]:
-        """How often forward uses each trained tensor, by its position."""
+        """The number of uses of each trained tensor in forward, by position."""
         nodes = reachable_nodes([edge.node for edge in self._roots])
         edges = Counter(node for each in nodes for node, _ in each.next_functions)
         return Counter({place: edges[edge.node] for place, edge in zip(self.layer.trained, self._leaves, strict=True)})
@@ -90,7 +90,7 @@ class SavedGraph:
                 return list(
                     torch.autograd.grad(
                         [edge for edge, _ in roots], self._leaves, [x for _, x in roots], allow_unused=True,
-                        retain_graph=True,  # what a step with retain_graph=True runs again
+                        retain_graph=True,  # the caller may run backward again
                     )
                 )  # fmt: skip
         finally:
@@ -117,7 +117,7 @@ class _Store:
         self._spans = [(x.untyped_storage()._cdata, x.storage_offset(), x.storage_offset() + _extent(x)) for x in given]
 
     def pack(self, x: Tensor) -> _Span:
-        storage, begin = x.untyped_storage(), x.storage_offset()
+        storage, begin = x.untyped_storage(), int(x.storage_offset())
         for number, (key, first, end) in enumerate(self._spans):
             if key == storage._cdata and first <= begin and begin + _extent(x) <= end:
                 return _Span(True, number, x.shape, x.stride(), begin - first)

@@ -47,14 +47,15 @@ class Tagger(nn.Module):
         y = torch.cat([x] * (y.shape[-1] // WIDTH), -1) + y if self.skips else y
         y = self.layers(y[..., :WIDTH])[0] if self.again else y
         last = end[1] if isinstance(end, tuple) else end
-        return y.square().mean() + last.sum()
+        loss: Tensor = y.square().mean() + last.sum()
+        return loss
 
 
 def whole_layers(compiled: Any) -> int:
     return sum(op.fn == str(FORWARD) for op in compiled.plan.forecast.trace.ops)
 
 
-def trained_as_eager(model: nn.Module, budget: int, steps: int = 3, **options: Any) -> Any:
+def trained_as_eager(model: Tagger, budget: int, steps: int = 3, **options: Any) -> Any:
     """Train beside eager, accumulating gradients in every second step; return the compiled module."""
     plain, ours = copy.deepcopy(model), memgraph.compile(model, budget, **options)
     shape = (ROWS, STEPS, WIDTH) if model.layers.batch_first else (STEPS, ROWS, WIDTH)
@@ -118,7 +119,8 @@ def test_backward_runs_again_with_retain_graph() -> None:
     loss.backward(retain_graph=True)
     once = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     loss.backward()
-    assert all(torch.equal(parameter.grad, 2 * grad) for parameter, grad in zip(model.parameters(), once, strict=True))
+    twice = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(grad, 2 * before) for grad, before in zip(twice, once, strict=True))
 
 
 def gru(trained: tuple[int, ...]) -> tuple[Layer, list[Tensor]]:
