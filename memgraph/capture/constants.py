@@ -5,7 +5,8 @@ torch.tensor([1., 2.]) in forward, or a tensor in a plain attribute    ->   a `g
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,6 +57,29 @@ def share_literals(graph: fx.GraphModule) -> None:
             setattr(graph, str(node.target), _literals.setdefault(key, value))
 
 
+def real_tensors(root: nn.Module) -> list[Tensor]:
+    """Return the tensors that a traced graph holds."""
+    return [value for value in (*root.parameters(), *vars(root).values()) if isinstance(value, Tensor)]
+
+
+@contextmanager
+def own_gradients(module: nn.Module, read: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    """Take back what a block that is traced puts into the `.grad` of real tensors, and raise.
+
+    Those are what the block has `read`, and the tensors of the module.
+    """
+    try:
+        yield
+    finally:
+        attached = (value for part in module.modules() for _, value in attached_values(part))
+        tensors = (tensor for tensor in (*read(), *attached) if isinstance(tensor, Tensor) and tensor.is_leaf)
+        changed = [tensor for tensor in tensors if isinstance(tensor.grad, FakeTensor)]
+        for tensor in changed:
+            tensor.grad = None
+        if changed:
+            raise _untrained(changed[0], module)
+
+
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
     """Raise if backward computes gradients of tensors that are no inputs, where a user could read them.
 
@@ -64,11 +88,7 @@ def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
     """
     for tensor in trained:
         if not isinstance(tensor, FakeTensor):
-            name = _name(tensor, module)
-            raise CaptureError(
-                f"{name} requires a gradient but is no parameter of the module: register it as one; a flat "
-                "parameter, as FullyShardedDataParallel puts there, can't be captured"
-            )
+            raise _untrained(tensor, module)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise CaptureError(
                 f"forward makes a tensor of shape {tuple(tensor.shape)}, calls requires_grad_() on it and gives it a "
@@ -90,6 +110,14 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
                 raise CaptureError(
                     f"forward changes {_name(constant, module)} in place, which is no buffer: register it as one"
                 )
+
+
+def _untrained(tensor: Tensor, module: nn.Module) -> CaptureError:
+    name = _name(tensor, module)
+    return CaptureError(
+        f"{name} requires a gradient but is no parameter of the module: register it as one; a flat parameter, as "
+        "FullyShardedDataParallel puts there, can't be captured"
+    )
 
 
 def _name(tensor: Tensor, module: nn.Module) -> str:

@@ -65,8 +65,8 @@ class Tracer:
                 if sizes is not None and self.values is not None:
                     raise  # such a call is captured with constant sizes
                 if self.values is not None:
-                    raise _backward_error(error) from None
-                self.needs_values = True
+                    self.parts.add(_backward_error(error))
+                self.needs_values = self.values is None
             except CaptureError as error:
                 self.parts.add(error)
 
@@ -105,7 +105,9 @@ class Tracer:
 
 
 def _backward_error(error: ValuesNeeded) -> CaptureError:
-    return CaptureError(
+    explained = CaptureError(
         f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
         "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
     )
+    explained.__cause__ = error
+    return explained

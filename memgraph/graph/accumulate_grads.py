@@ -12,8 +12,10 @@ from collections.abc import Container
 
 from torch import fx
 
+from ..errors import CaptureError
 from .captured import Captured
-from .nodes import is_lazy, returned_values
+from .gradient_sums import arrivals
+from .nodes import drop_dead, is_lazy, returned_values
 from .ops import accumulate
 from .rewrite import copy_graph
 
@@ -36,9 +38,13 @@ def accumulate_grads(captured: Captured, hooked: Container[str]) -> fx.Graph:
             owner = owners[role.name, role.rows] if role.kind == "gradient" else results[place]
             last_input = _gradient_input(graph, owner)
         if role.kind == "shard" or role.name not in hooked:
-            with graph.inserting_after(results[place]):
-                results[place] = _accumulate(graph, last_input, results[place])
+            total = last_input
+            for term in arrivals(results[place]):
+                with graph.inserting_after(max(term, total)):
+                    total = _accumulate(graph, total, term)
+            results[place] = total
     output.args = (tuple(results),)
+    drop_dead(graph)
     return graph
 
 
@@ -46,7 +52,17 @@ def mark_hooked_grads(captured: Captured, hooked: Container[str]) -> None:
     """Mark the gradients of these parameters, which autograd accumulates, so that they are not offloaded.
 
     Lazily conjugated or negated gradients are marked as well: to offload them takes a copy.
+
+    Raises:
+        CaptureError: eager would call a hook several times for one gradient.
     """
+    for role, node in zip(captured.outputs, returned_values(captured.graph.graph), strict=True):
+        if role.kind == "gradient" and role.name in hooked and len(arrivals(node)) > 1:
+            raise CaptureError(
+                f"the parameter {role.name} has a hook, and its gradient arrives in {len(arrivals(node))} parts, since a "
+                "torch.autograd.Function calls backward() in its backward: eager calls the hook for each part, and a "
+                "captured step for their sum. Remove the hook, or use torch.utils.checkpoint in place of the Function"
+            )
     output = captured.graph.graph.output_node()
     output.meta["kinds"] = tuple(
         "watched" if role.kind == "gradient" and (role.name in hooked or is_lazy(node)) else kind

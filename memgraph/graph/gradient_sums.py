@@ -7,19 +7,38 @@ g_2 = mm(t_2, x_2)        ->        g_2 = mm(t_2, x_2)
 g = add(g_1, g_2)                   ...
 
 Pipeline stages that share a parameter return a part of its sum each, and add the parts once a step.
+
+A function of the user's whose backward calls `backward()` adds to `.grad` several times: each term is an arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from .captured import Captured
+from .define_op import define_op
 from .nodes import all_storages, aten, fake_result, is_sum, returned_values, storages
 from .ops import accumulate
 from .rewrite import copy_graph, fake_mode
+
+_library = torch.library.Library("memgraph_arrivals", "DEF")
+ADD_ARRIVAL = define_op(_library, "add(Tensor total, Tensor gradient) -> Tensor", torch.add, torch.add)
+
+
+def arrivals(result: fx.Node) -> list[fx.Node]:
+    """Return the terms that eager would add to `.grad` one after the other, for a gradient or a dense copy of one."""
+    total: fx.Node = result
+    while total.target in (aten.clone.default, aten.permute.default):
+        total = total.all_input_nodes[0]
+    terms: list[fx.Node] = []
+    while total.target is ADD_ARRIVAL:
+        total, term = total.all_input_nodes
+        terms.insert(0, term)
+    return [total, *terms] if terms else [result]
 
 
 def gradient_sums(captured: Captured) -> frozenset[str]:

@@ -123,7 +123,7 @@ def update(parameter: Tensor, gradient: Tensor, name: str) -> None:
 
 def state_nbytes(device: torch.device) -> int:
     """Return the bytes of the generator state of `device`."""
-    return _get_state(device).nbytes
+    return get_state(device).nbytes
 
 
 def _lease() -> Lease:
@@ -171,16 +171,22 @@ def _wait(x: Tensor | None, slot: int) -> Tensor | None:
     return x
 
 
-def _get_state(device: torch.device) -> Tensor:
+def get_state(device: torch.device) -> Tensor:
+    """Return the state of torch's own generator of a device."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
-    before = _get_state(device)
+def set_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of torch's own generator of a device."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
+    before = get_state(device)
+    set_state(state, device)
     _local.swapped = None if getattr(_local, "swapped", None) else (before, device)  # every second swap restores it
     return before
 
@@ -265,7 +271,7 @@ OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("wait(Tensor(a) x, int slot) -> Tensor(a)", _wait, _first),
     ("narrow(Tensor x) -> Tensor", narrow, partial(torch.empty_like, dtype=torch.bfloat16)),
     ("widen(Tensor x) -> Tensor", widen, partial(torch.empty_like, dtype=torch.float32)),
-    ("rng_state(Device device) -> Tensor", _get_state, _fake_rng_state),
+    ("rng_state(Device device) -> Tensor", get_state, _fake_rng_state),
     ("swap_rng(Tensor state, Device device) -> Tensor", _swap_rng, _fake_swap_rng),
     ("stretch(Tensor(a) x, int begin, int end) -> Tensor(a)", stretch, stretch),
     ("room(Tensor x, int nbytes) -> Tensor", _room, _fake_room),

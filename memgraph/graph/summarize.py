@@ -20,6 +20,7 @@ from passes.ir.machine import CAST_WORKSPACE
 from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
+from .draws.generator_states import device_of_state
 from .draws.host_draws import DRAW
 from .inductor import Segment
 from .nodes import all_storages, is_random, returned_values, storages, tensors, written_inputs
@@ -88,8 +89,9 @@ def draws(node: fx.Node) -> bool:
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Return True if the op draws from a generator of the module or of Python, which it changes like a buffer."""
-    if node.target is DRAW:
+    """Return True if the op draws from a generator of the module or of Python, which it changes like a buffer; or if it
+    reads or sets the state of torch's own."""
+    if node.target is DRAW or device_of_state(node):
         return True
     return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 

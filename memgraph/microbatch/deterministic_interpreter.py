@@ -36,6 +36,8 @@ EXPECTED_DRAWS: dict[str, Callable[[Arguments], Any]] = {
     "poisson": lambda given: given["self"],
     "binomial": lambda given: given["count"] * given["prob"],
     "_standard_gamma": lambda given: given["self"],
+    "memgraph_host::generator_state": lambda given: 0,
+    "memgraph_host::set_generator": lambda given: 0,
 }
 DROPOUT_RATES = ("dropout_p", "dropout")  # arguments of ops that drop out internally
 

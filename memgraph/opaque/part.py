@@ -25,8 +25,10 @@ from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
 from ..graph.result_layout import Layout, empty, layout
+from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.outer_scopes import NO_SCOPES, OuterScopes
 from ..guards.variable_scope import OuterVariable
+from ..tensors.loss_outputs import has_custom_functions, reachable_nodes
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
@@ -258,23 +260,25 @@ class OpaquePart:
     def _differentiated(
         self, leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
     ) -> dict[int, Tensor]:
-        roots = [(x, tangent) for x, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        pairs = [(x, tangent) for x, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        roots, given = [x for x, _ in pairs], [tangent for _, tangent in pairs]
         trained = {place: leaves[place] for place in sorted(self.inputs.trained)}
+        runs_python = has_custom_functions(reachable_nodes(root.grad_fn for root in roots))
+        is_new = runs_python and tangents_key(tangents) not in self.backwards
+        before = AttributeSnapshot(self.module) if is_new else None
         with (
             eager_modes(self.modes.without_autocast()),
             on_tensors(self.module, self.inputs, leaves),
             accumulated_once(trained.values()),
         ):
-            found = torch.autograd.grad(
-                [x for x, _ in roots], list(trained.values()), [tangent for _, tangent in roots], allow_unused=True
-            )
-        gradients: dict[int, Tensor] = {}
-        for (place, leaf), gradient in zip(trained.items(), found, strict=True):
-            if gradient is not None and leaf.grad is not None:
-                raise CaptureError(f"its backward adds to the gradient of {self.inputs.label(place)} by itself")
-            if (one := gradient if gradient is not None else leaf.grad) is not None:
-                gradients[place] = one
-        return gradients
+            if runs_python:  # it may ask whether it runs in `backward()`, and call that itself
+                torch.autograd.backward(roots, given)
+                found: Sequence[Tensor | None] = [leaf.grad for leaf in trained.values()]
+            else:
+                found = torch.autograd.grad(roots, list(trained.values()), given, allow_unused=True)
+        if before is not None and (changed := before.changed(AttributeSnapshot(self.module))) is not None:
+            raise CaptureError(f"its backward changes {changed}, which changes its next call")
+        return {place: gradient for place, gradient in zip(trained, found, strict=True) if gradient is not None}
 
     def _changed(self, form: int = 0) -> GuardFailed:
         """Return the error for a call that differs from the recorded one; `form` is that of its results, if known."""

@@ -17,6 +17,7 @@ from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
+from ..graph.draws.generator_states import device_of_state
 from ..graph.draws.host_draws import draws_on_host
 from ..graph.nodes import GUARDS, all_storages, is_random, returned_values, storages, tensors, written_inputs
 from .cuda_graphs import CudaGraphCache, Recorder
@@ -78,6 +79,8 @@ def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "a hook or a process group sees a gradient, or one is lazily conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
+    if any(map(device_of_state, graph.nodes)):
+        return "the state of a random generator is read or set in it"
     if draws_on_host(graph):
         return "random numbers are drawn with `random` or numpy"
     if any(getattr(node.target, "namespace", "") == GUARDS for node in graph.nodes):

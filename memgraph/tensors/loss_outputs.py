@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 # Takes differentiable outputs by position, and returns the positions from which backward starts.
@@ -63,3 +64,12 @@ def reachable_nodes(roots: Iterable[Node | None]) -> list[Node]:
         reached |= new
         waiting.extend(new)
     return list(reached)
+
+def has_custom_functions(nodes: Iterable[Node]) -> bool:
+    """Return True if autograd nodes are functions of the user's, whose backward is Python."""
+    return any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in nodes)
+
+
+def _is_ours(node: BackwardCFunction) -> bool:
+    """Return True if capture itself has inserted this function."""
+    return str(type(node)._forward_cls.__module__).startswith("memgraph.")  # type: ignore[attr-defined]

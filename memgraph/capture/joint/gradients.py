@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 from ...errors import CaptureError
 from ...graph.captured import Input, Output
+from ...graph.gradient_sums import ADD_ARRIVAL
 from ...tensors.loss_outputs import reachable_nodes
 from ..fake_tensors import without_autocast
 
@@ -33,11 +35,55 @@ def gradient_role(role: Input) -> Output:
 
 
 def differentiate(
-    roots: Sequence[Tensor], leaves: Sequence[Any], tangents: Sequence[Tensor], values: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the leaves for these tangents of the roots; `values` are the inputs of the step."""
+    roots: Sequence[Tensor], leaves: Sequence[Any], tangents: Sequence[Tensor], values: Sequence[Tensor],
+    runs_python: bool,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Return the gradients of the leaves for these tangents of the roots; `values` are the inputs of the step.
+
+    If backward `runs_python` of the user's, it may ask whether it runs in `backward()`, and call that itself.
+    """
     with without_autocast(values):
-        return torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
+        if not runs_python:
+            return torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
+        arrivals = _Arrivals()
+        with arrivals.watching(leaves):
+            torch.autograd.backward(roots, tangents)
+    return [arrivals.totals.get(place) for place in range(len(leaves))]
+
+
+class _Arrivals:
+    """The gradients of leaves, summed in the order in which they arrive.
+
+    A function's backward that calls `backward()` adds to `.grad` before or after the rest of a gradient arrives.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[int, Tensor] = {}  # by the leaf's place
+        self._latest: dict[int, Tensor] = {}  # without the copy that autograd may put into `.grad`
+
+    @contextmanager
+    def watching(self, leaves: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
+        """Take in all gradients of leaves that arrive in this block, and leave their `.grad` empty."""
+        with ExitStack() as stack:
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, GradientEdge):
+                    stack.callback(leaf.node.register_prehook(partial(self._reach, place, leaf.output_nr)).remove)
+                else:
+                    stack.callback(leaf.register_hook(partial(self._latest.__setitem__, place)).remove)
+                    stack.callback(leaf.register_post_accumulate_grad_hook(partial(self._accumulate, place)).remove)
+            yield
+
+    def _reach(self, place: int, output: int, gradients: Sequence[Tensor | None]) -> None:
+        if (gradient := gradients[output]) is not None:
+            self._add(place, gradient)
+
+    def _accumulate(self, place: int, leaf: Tensor) -> None:
+        leaf.grad = None
+        self._add(place, self._latest.pop(place))
+
+    def _add(self, place: int, gradient: Tensor) -> None:
+        total = self.totals.get(place)
+        self.totals[place] = gradient if total is None else ADD_ARRIVAL(total, gradient)
 
 
 def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
@@ -59,13 +105,3 @@ def gradient_sources(
         reached[i] = {outputs[i], *nodes, *(getattr(node, "variable", None) for node in nodes)}
     ends = {role: leaf.node if isinstance(leaf, GradientEdge) else leaf for role, leaf in leaves.items()}
     return {role: frozenset(i for i in roots if end in reached[i]) or frozenset(roots) for role, end in ends.items()}
-
-
-def has_custom_functions(nodes: Iterable[Node]) -> bool:
-    """Return True if autograd nodes are functions of the user's, whose backward is Python."""
-    return any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in nodes)
-
-
-def _is_ours(node: BackwardCFunction) -> bool:
-    """Return True if capture itself has inserted this function."""
-    return str(type(node)._forward_cls.__module__).startswith("memgraph.")  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...opaque.traced_parts import TracedParts, find_sums
-from ...tensors.loss_outputs import OutputSelector, reachable_nodes
+from ...tensors.loss_outputs import OutputSelector, has_custom_functions, reachable_nodes
 from ...tensors.pytree import Spec, flatten
 from ...tensors.traced_size import with_arguments
 from ..call.call import Call
+from ..call.set_gradients import refuse_set_gradients
 from ..constant_fake_mode import ConstantFakeMode
+from ..constants import own_gradients, real_tensors
 from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from ..saved.op_log import OpLog
 from ..values.recurrent_layers import refuse_other_sums
@@ -33,7 +35,6 @@ from .gradients import (
     differentiate,
     gradient_role,
     gradient_sources,
-    has_custom_functions,
     insert_tangent,
     refuse_sparse,
 )
@@ -95,11 +96,20 @@ class TracedStep:
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
         self.numbers.tracer = tracer
         numbers = self.numbers if self.mode.has_numbers else None
-        with answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers:
+        with (
+            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer.root))),
+            answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
+            self._running(values),
+        ):
             outputs = self._read(self._forward(values), values)
+            refuse_set_gradients(self.inputs, values, "forward")
             answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
+            refuse_set_gradients(self.inputs, values, "a function's backward")
+        self.changed = take_back_numbers(self.before)
+        self.before.refuse_leaks(set(map(id, values)))
+        self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:
@@ -107,19 +117,21 @@ class TracedStep:
         given = zip(self.inputs, self.call.tensors, strict=False) if torch.is_grad_enabled() else ()
         return [i for i, (role, tensor) in enumerate(given) if role.kind == "input" and tensor.grad_fn is not None]
 
+    @contextmanager
+    def _running(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Put traced values in place of the module's parameters and buffers: a Function's backward may run it again."""
+        with (
+            stateless._reparametrize_module(self.call.module, self.call.state(values), tie_weights=True),
+            counting(self.counted, self.counters),
+        ):
+            yield
+
     def _forward(self, values: Sequence[Tensor]) -> Any:
-        """Run the module with traced values in place of its parameters and buffers."""
-        traced = self.call.state(values)
-        buffers = self.call.module.named_buffers(remove_duplicate=False)
-        shapes = {path: traced.get(path, buffer).shape for path, buffer in buffers}
-        with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
-            parts = self.parts.replaced() if self.parts is not None else nullcontext()
-            with parts, counting(self.counted, self.counters):
-                result = self.call.run(values)
-            self.assigned = assigned_buffers(self.call.module, traced, self.inputs, shapes)
-        self.changed = take_back_numbers(self.before)
-        self.before.refuse_leaks(set(map(id, values)))
-        self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)
+        """Run the module, and find what it puts in the place of buffers."""
+        shapes = {path: buffer.shape for path, buffer in self.call.module.named_buffers(remove_duplicate=False)}
+        with self.parts.replaced() if self.parts is not None else nullcontext():
+            result = self.call.run(values)
+        self.assigned = assigned_buffers(self.call.module, self.call.state(values), self.inputs, shapes)
         return result
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
@@ -153,7 +165,8 @@ class TracedStep:
             find_sums([outputs[i] for i in roots])
         refuse_other_sums([outputs[i] for i in roots])
         with self.provenance.naming_errors():
-            gradients = differentiate([outputs[i] for i in roots], leaves, tangents, values)
+            runs_python = self.has_custom_functions or self.parts is not None
+            gradients = differentiate([outputs[i] for i in roots], leaves, tangents, values, runs_python)
         grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
         self.sources = gradient_sources(
             outputs, roots, dict(zip(map(gradient_role, (self.inputs[i] for i in needed)), leaves, strict=True))

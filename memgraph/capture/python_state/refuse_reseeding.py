@@ -1,7 +1,7 @@
 """Refuse what forward does to torch's generators or to `.data`: it would happen only once, in the trace.
 
     torch.manual_seed(0)                                a CaptureError, with the user's line
-    with torch.random.fork_rng(): ...                   the same
+    with torch.random.fork_rng(): ...                   allowed: reads and writes of a state are ops of the graph
     noise = torch.rand(4, generator=self.generator)     allowed: the graph draws from it in every step
     y.data = y * 2                                      a CaptureError: no op is recorded for it
 
@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import _compile, nn
+from torch import Tensor, _compile, nn
 from torch._dynamo import eval_frame
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
+from ...graph.draws.generator_states import GENERATOR_STATE, SET_GENERATOR
 from ...system.frames import MEMGRAPH, TORCH
 
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
@@ -40,14 +42,17 @@ DATA: Any = torch.Tensor.data
 
 
 @contextmanager
-def refuse_reseeding(module: nn.Module) -> Iterator[None]:
-    """Raise if forward reads or sets the state of a generator, makes one, or sets `.data`; restore all generators."""
+def refuse_reseeding(module: nn.Module, is_traced: bool = True) -> Iterator[None]:
+    """Raise if forward seeds a generator, makes one, or sets `.data`; restore all generators.
+
+    The state of torch's own is read and set by ops if the forward is traced.
+    """
     default = torch.default_generator
     with _disable_current_modes():
         seed, state = default.initial_seed(), default.get_state()
         own = [(name, generator, generator.get_state()) for name, generator in _generators(module)]
     try:
-        with _guarded():
+        with _guarded(is_traced):
             yield
         with _disable_current_modes():
             # Other threads may draw from it; forward does not, its numbers are fake.
@@ -82,23 +87,29 @@ def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
 
 
 @contextmanager
-def _guarded() -> Iterator[None]:
+def _guarded(is_traced: bool) -> Iterator[None]:
     with ExitStack() as stack:
         TRACING.on = True
         stack.callback(vars(TRACING).clear)
-        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator)))
+        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator, is_traced)))
         stack.enter_context(mock.patch.object(torch, "Generator", _Refused))
         for device in (torch.cuda, torch.cuda.random):
             for name in (*STATES, *SEEDS):
-                guarded = _refusing(f"torch.cuda.{name}", getattr(device, name))
+                guarded = _refusing(f"torch.cuda.{name}", getattr(device, name), STATE_OPS.get(name), is_traced)
                 stack.enter_context(mock.patch.object(device, name, guarded))
         stack.enter_context(mock.patch.object(FakeTensor, "data", property(DATA.__get__, _set_data), create=True))
         yield
 
 
-def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(
+    name: str, run: Callable[..., Any], op: Callable[..., Any] | None = None, is_traced: bool = True
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a function that refuses a call of the user's; with an `op`, one that calls it in a trace."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if (caller := _caller()) is not None:
+            if op is not None:
+                return (op if is_traced else run)(*args, **kwargs)
             place, called = caller
             _refuse(called or name, place)
         return run(*args, **kwargs)
@@ -109,11 +120,12 @@ def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 class _Guard:
     """Replaces the default generator for the functions of torch.random."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+    def __init__(self, generator: torch.Generator, is_traced: bool) -> None:
+        self._generator, self._is_traced = generator, is_traced
 
     def __getattr__(self, name: str) -> Any:
-        return _refusing(f"torch's default generator ({name})", getattr(self._generator, name))
+        plain, op = getattr(self._generator, name), STATE_OPS.get(name)
+        return _refusing(f"torch's default generator ({name})", plain, op, self._is_traced)
 
 
 class _CreatedGenerators(type(torch.Generator)):  # type: ignore[misc]
@@ -138,6 +150,28 @@ def _set_data(tensor: Any, value: Any) -> None:
             "compute another tensor, or change this one in place (under torch.no_grad(), if need be)"
         )
     DATA.__set__(tensor, value)
+
+
+def _read_state(device: Any = "cuda") -> Tensor:
+    return GENERATOR_STATE(_device(device))
+
+
+def _write_state(new_state: Tensor, device: Any = "cuda") -> None:
+    SET_GENERATOR(new_state, _device(device))
+
+
+def _device(given: Any) -> torch.device:
+    """Return a device, a GPU with its number."""
+    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    is_whole = device.type == "cpu" or device.index is not None
+    return device if is_whole else torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+# Ops that read and set a state, in the place of a generator's methods and of functions of torch.cuda.
+STATE_OPS: Mapping[str, Callable[..., Any]] = {
+    "get_state": partial(_read_state, "cpu"), "set_state": partial(_write_state, device="cpu"),
+    "get_rng_state": _read_state, "set_rng_state": _write_state,
+}  # fmt: skip
 
 
 def _refuse(what: str, place: str) -> NoReturn:

@@ -2,8 +2,8 @@
 
     model(x): if x.isfinite().all(): ...   ->   [Answer("values of torch.bool ()", (True,))]
 
-Nothing is saved for backward, so this takes the memory of inference.  Generators, buffers, attributes, and whatever
-else forward changes are restored.
+Nothing is saved for backward, so this takes the memory of inference, unless forward differentiates by itself.
+Generators, buffers, attributes, and whatever else forward changes are restored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ...guards.outer_scopes import OuterScopes
 from ...system.own_generators import OwnStates, own_generators
 from ...system.python_random import restoring_python_random
 from ..call.call import Call
+from ..call.set_gradients import set_gradient_error
 from ..python_state.draw_in_graph import drawing_for_real
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..scripted_functions import unscripted
@@ -54,20 +55,32 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
 
     Raises whatever forward raises.
     """
+    read: list[object] = []  # of what autograd would have saved
+    try:
+        return _run(call, measure, recording, saved_tensors_hooks(lambda tensor: None, read.append))
+    except Exception:
+        if not read:
+            raise
+    return _run(call, measure, recording, nullcontext())
+
+
+def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractContextManager[object]) -> ValueRun:
     mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
     own = OwnStates(own_generators(call.module))
     scopes = OuterScopes.of(part for _, part in all_submodules(call.module))
+    leaves = [(role, tensor) for role, tensor in zip(call.inputs, call.tensors, strict=True) if tensor.is_leaf]
+    gradients = [leaf.grad for _, leaf in leaves]
     with (
         restoring_python_random(),
         drawing_for_real(),
         torch.random.fork_rng(devices),
-        refuse_reseeding(call.module),
+        refuse_reseeding(call.module, is_traced=False),
         AttributeSnapshot(call.module, call.tensors, scopes).restored(),
-        _RestoreWritten(call.tensors).restored(),
+        _RestoreWritten((*call.tensors, *(grad for grad in gradients if grad is not None))).restored(),
         without_checkpoint(),
         unscripted(),
         readable_lengths(),
-        saved_tensors_hooks(lambda tensor: None, _refuse_backward),
+        saving,
         answering(mode),
         recording(),
     ):
@@ -76,6 +89,11 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
         finally:
             torch.clear_autocast_cache()
             own.restore()
+            changed = [role for (role, leaf), grad in zip(leaves, gradients, strict=True) if leaf.grad is not grad]
+            for (_, leaf), grad in zip(leaves, gradients, strict=True):
+                leaf.grad = grad
+    if changed:
+        raise set_gradient_error(changed[0], "forward")
     return ValueRun(tuple(mode.answers), nbytes)
 
 
@@ -135,7 +153,3 @@ class _RestoreWritten(TorchDispatchMode):
         if key in self.storages and key not in self.copies:
             with _disable_current_modes():
                 self.copies[key] = self.storages[key].clone()
-
-
-def _refuse_backward(saved: None) -> NoReturn:
-    raise RuntimeError("forward computes gradients itself, and is run here without what backward needs")

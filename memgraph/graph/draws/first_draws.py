@@ -14,6 +14,7 @@ from torch import fx
 from ..nodes import tensors
 from ..opaque_ops import FORWARD
 from ..summarize import draws, has_own_generator
+from .generator_states import device_of_state
 from .host_draws import DRAW
 
 HOST = "random and numpy"
@@ -48,6 +49,8 @@ def draw_coins_first(graph: fx.Graph, guards: set[fx.Node]) -> None:
 
 def _generator(node: fx.Node) -> str:
     """Return the name of the generator from which an op draws; empty if it draws none."""
+    if device := device_of_state(node):
+        return device
     if node.target is DRAW:
         return HOST
     if has_own_generator(node):
