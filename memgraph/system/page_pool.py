@@ -31,6 +31,7 @@ from .private_names import TESTED
 LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O2", "-fexceptions", "-shared", "-fPIC")  # torch's own errors pass through its frames
+OFF = "MEMGRAPH_POOL"  # set to 0, torch allocates as ever: for tools that watch its calls of malloc
 HUGE = "THP_MEM_ALLOC_ENABLE"  # set to 1, torch's allocator asks for huge pages, which can't be moved one by one
 TORCH = (  # functions of libc10.so, in the order in which `pool_install` takes them
     "_ZN3c1015GetCPUAllocatorEv",
@@ -123,6 +124,8 @@ def _installed() -> ctypes.CDLL:
         NoPoolError: this torch is not known, or the pool can't be built or loaded.
     """
     version = torch.__version__.partition("+")[0]
+    if os.environ.get(OFF) == "0":
+        raise NoPoolError(f"{OFF}=0")
     if os.environ.get(HUGE) == "1":
         raise NoPoolError(f"{HUGE}=1 asks torch for huge pages")
     if ".".join(version.split(".")[:2]) not in TESTED:

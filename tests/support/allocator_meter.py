@@ -28,7 +28,7 @@ def preloaded(folder: Path) -> dict[str, str]:
     library, found = folder / "allocator.so", compiler()
     assert found is not None
     subprocess.run([found, "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(library)], check=True)
-    return os.environ | {"LD_PRELOAD": str(library)}
+    return os.environ | {"LD_PRELOAD": str(library), "MEMGRAPH_POOL": "0"}  # the pool asks for pages, not for blocks
 
 
 class Allocator:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import plan_cache
-from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, page_faults, roofline
+from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
 from memgraph.profile.memory_meter import resident_bytes
 from tests.support.allocator_meter import Allocator
 from tests.support.smallest_budget import smallest_of
 
 WIDTH, LAYERS, ROWS = 32, 6, 256
-KNOWN = (copy_overhead, link_bandwidth, op_profiler, page_faults, roofline)
+KNOWN = (copy_overhead, link_bandwidth, op_profiler, roofline)
 
 
 @dataclass(frozen=True)

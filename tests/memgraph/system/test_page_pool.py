@@ -179,7 +179,11 @@ except RuntimeError as error:
 @long
 @pytest.mark.parametrize(
     ("environment", "why"),
-    [({"PATH": "", "CC": ""}, "there is no C compiler"), ({"THP_MEM_ALLOC_ENABLE": "1"}, "asks torch for huge pages")],
+    [
+        ({"PATH": "", "CC": ""}, "there is no C compiler"),
+        ({"THP_MEM_ALLOC_ENABLE": "1"}, "asks torch for huge pages"),
+        ({"MEMGRAPH_POOL": "0"}, "MEMGRAPH_POOL=0"),
+    ],
 )
 def test_without_a_pool_the_reason_is_said_and_freed_memory_goes_back(
     environment: dict[str, str], why: str, tmp_path: Path
