@@ -23,7 +23,7 @@ from ..errors import MemgraphError
 from ..graph.captured import Output
 from ..graph.halves.buffer_reuse import reused_memory
 from ..guards.signature import has_hooks, in_process_group
-from ..profile.memory_meter import resident_bytes
+from ..profile.memory_meter import OutsideMeter, resident_bytes
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.user_warning import warn_user
@@ -108,6 +108,7 @@ class StepFunction(torch.autograd.Function):
         else:
             if any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
                 this.other_outputs.fewer()
+            OutsideMeter.backward_begins()
             backward = BackwardPass(ctx, tangents)
             try:
                 with this.run.measured(backward.tangents):
