@@ -29,7 +29,7 @@ from ..runtime.eager_fallback import eager_gradients
 from ..runtime.step import Step
 from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
-from ..tensors.loss_outputs import select_all, select_scalars
+from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
 from ..tensors.pytree import flatten
 from .kept_steps import KeptSteps, Key
 
@@ -168,6 +168,10 @@ class CompiledModule(ModuleProxy):
         self._kept.writes.advance(captured.writes)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
+    def _plan_outputs(self, outputs: OutputSelector) -> None:
+        """Plan later calls for a loss of these outputs."""
+        self.__dict__["_outputs"] = outputs
+
     def refuse_partial_update(self) -> None:
         """
         Raises:
@@ -190,7 +194,7 @@ class CompiledModule(ModuleProxy):
 
         def fewer() -> None:
             LOG.info(FEWER)
-            self.__dict__["_outputs"] = select_scalars
+            self._plan_outputs(select_scalars)
 
         if self._planner.state.fused_update is not None or len(captured.differentiable) == len(captured.tangents):
             return OtherOutputs(_refuse_unplanned, fewer)
@@ -199,7 +203,7 @@ class CompiledModule(ModuleProxy):
         differentiate = eager_gradients(self._module, captured, args, kwargs)
 
         def more(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            self.__dict__["_outputs"] = select_all
+            self._plan_outputs(select_all)
             warn_user(MORE)
             return differentiate(tangents)
 

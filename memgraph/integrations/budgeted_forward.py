@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -27,12 +27,14 @@ from torch import nn
 from ..api.compiled_module import CompiledModule
 from ..api.compiler import compile
 from ..capture.call.changed_arguments import ChangedArgumentError
-from ..errors import UnplannedError
+from ..errors import BudgetError, UnplannedError
 from ..guards.wrappers import refuse_wrapped
 from ..optim.optimizer_clone import UntriedUpdateError
 from ..options.compile_options import Budget
+from ..profile.memory_meter import OutsideMeter
 from ..system.frames import is_inside
 from ..system.user_warning import warn_user
+from ..tensors.loss_outputs import select_all
 
 REPLACED = frozenset({"forward", "_original_forward"})  # here, and by accelerate
 STATE_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -54,6 +56,8 @@ class ModuleBudget:
         self._uncounted: torch.optim.Optimizer | None = None  # which can't be tried
         self._changed = set[type]()
         self._covering: BudgetedForward | None = None
+        self._outside: OutsideMeter | None = None
+        self._was_told = False  # what the caller computes beside the plan
         self.compiled: CompiledModule | None = None
         self.calls = self.trained = 0
 
@@ -95,15 +99,17 @@ class ModuleBudget:
 
     def begin_step(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
         """Cover the module, whose step is about to begin."""
+        self._tell_outside()
         self.cover(model, own)
         self.calls = self.trained = 0
 
     def end_step(self, seen: int) -> None:
-        """End a step in which so many calls arrived here.
+        """End a step in which so many calls arrived here, behind its backward.
 
         Raises:
             UnplannedError: none did.
         """
+        self._tell_outside()
         covering = self._covering
         if covering is None or seen:
             self.calls = self.trained = 0
@@ -121,8 +127,31 @@ class ModuleBudget:
         )
 
     def run(self, forward: BudgetedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the covered module, planned."""
+        """Run a call of the covered module, planned; measure what its caller computes after the first one."""
+        self._tell_outside()
         self.calls, self.trained = self.calls + 1, self.trained + torch.is_grad_enabled()
+        result = self._run(forward, args, kwargs)
+        if torch.is_grad_enabled() and not self._was_told and self.compiled is not None:
+            self._outside = OutsideMeter(torch.device(self.compiled.plan.machine.device))
+            self._outside.begin()
+        return result
+
+    def _tell_outside(self) -> None:
+        """Warn if what was computed between the latest forward and its backward has taken the step over its budget."""
+        outside, self._outside = self._outside, None
+        if outside is None or self.compiled is None:
+            return
+        nbytes, report = outside.end(), self.compiled.plan
+        self._was_told, boundary = True, report.forecast.trace.boundary
+        held = int(report.forecast.total[boundary - 1 : boundary + 1].min(initial=report.peak))
+        if held + nbytes > report.budget:
+            warn_user(
+                f"what is computed between forward and backward, as a loss outside of the model, takes {nbytes} bytes, "
+                f"and the step {held + nbytes}, over its budget of {report.budget}: let the model compute and return "
+                "its loss (memgraph.compile does so with loss=), and it is planned, or leave room for it"
+            )
+
+    def _run(self, forward: BudgetedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() and self._makes_tokens(forward.model, args, kwargs):
             return forward.plain(*args, **kwargs)
         own = forward.own()
@@ -131,11 +160,19 @@ class ModuleBudget:
         try:
             if self.compiled is None:
                 self.compiled = compile(forward.shared, self._budget, optimizer=self._optimizer, **self._options)
+                if forward.is_of_another:
+                    self.compiled._plan_outputs(select_all)
             self.compiled.training = forward.model.training
             return self.compiled(*args, **kwargs)
+        except BudgetError:
+            if not forward.is_of_another:
+                raise
+            forward.is_of_another = False
+            self.compiled = None
+            return self._run(forward, args, kwargs)
         except UntriedUpdateError:
             self._leave_uncounted()
-            return self.run(forward, args, kwargs)
+            return self._run(forward, args, kwargs)
         except ChangedArgumentError as error:
             if torch.is_grad_enabled():
                 raise
@@ -147,9 +184,9 @@ class ModuleBudget:
         """Plan without the optimizer, and say so."""
         kind = type(self._optimizer)
         warn_user(
-            f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are not "
-            f"counted: leave room for them in the budget of {self._budget}, or take an optimizer of torch or torchao "
-            "(as adamw_torch_8bit), which is counted"
+            f"{kind.__module__}.{kind.__name__} steps on its own parameters alone, so its states and its update are "
+            f"not counted: leave room for them in the budget of {self._budget}, or take an optimizer of torch or of "
+            "torchao (as adamw_torch_8bit), which is counted"
         )
         self._optimizer, self.compiled, self._uncounted = None, None, self._optimizer
 
@@ -165,6 +202,8 @@ class BudgetedForward:
     Attributes:
         plain: the forward that was in its place.
         shared: the module that is compiled.
+        is_of_another: neither the class of the module has made `plain`, nor does it call an earlier one of these.  Who
+            makes a forward of their own makes a loss of any of its outputs, so all are planned for, if that fits.
     """
 
     def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
@@ -178,6 +217,9 @@ class BudgetedForward:
             self.shared.__dict__["forward"] = MethodType(found.__func__, self.shared) if is_method else found
         else:
             self.shared.__dict__.pop("forward", None)
+        self.is_of_another = not _is_of_class(found, model) and not any(
+            isinstance(inner, BudgetedForward) for inner in _wrapped(found)
+        )
         update_wrapper(self, found)  # whoever asks for arguments of forward sees those of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +229,13 @@ class BudgetedForward:
 
 
 OUTERMOST: WeakKeyDictionary[nn.Module, BudgetedForward] = WeakKeyDictionary()
+
+
+def _wrapped(forward: Any) -> Iterator[Any]:
+    """Yield what a forward says that it wraps, from the outside in."""
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _is_of_class(forward: Any, model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from ..errors import MemgraphError
 from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
-from ..profile.memory_meter import resident_bytes
+from ..profile.memory_meter import OutsideMeter, resident_bytes
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.user_warning import warn_user
@@ -104,6 +104,7 @@ class StepFunction(torch.autograd.Function):
         else:
             if any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
                 this.other_outputs.fewer()
+            OutsideMeter.backward_begins()
             backward = BackwardPass(ctx, tangents)
             try:
                 with this.run.measured(backward.tangents):

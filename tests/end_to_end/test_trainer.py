@@ -85,7 +85,9 @@ def lora() -> Any:
     return get_peft_model(gpt2(), adapter)
 
 
-def trainer_of(model: Any, rows: Rows, folder: Path, callbacks: Any = None, **options: Any) -> Any:
+def trainer_of(
+    model: Any, rows: Rows, folder: Path, callbacks: Any = None, model_init: Any = None, **options: Any
+) -> Any:
     """Two epochs of two updates, each of two batches of four rows, with clipping; all of it logged, saved, evaluated."""
     told = {
         "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2,
@@ -93,7 +95,9 @@ def trainer_of(model: Any, rows: Rows, folder: Path, callbacks: Any = None, **op
         "save_steps": 2, "load_best_model_at_end": True, "use_cpu": True, "report_to": [], "disable_tqdm": True,
     } | options  # fmt: skip
     arguments = transformers.TrainingArguments(str(folder), **told)
-    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    return transformers.Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks, model_init=model_init
+    )
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
