@@ -3,7 +3,7 @@
     graph = SavedGraph(layer, [x, hx, w, b])   ->   graph.results, graph.saved: one flat tensor for each storage
     graph.gradients([x, hx, w, b], saved, [dy])  ->   [dx, dw, db]
 
-So these tensors are values like others. They can be freed, offloaded, and made again by another forward.
+So these tensors are values like others. They can be freed, offloaded, and recomputed by another forward.
 """
 
 from __future__ import annotations
