@@ -65,6 +65,7 @@ def reachable_nodes(roots: Iterable[Node | None]) -> list[Node]:
         waiting.extend(new)
     return list(reached)
 
+
 def has_custom_functions(nodes: Iterable[Node]) -> bool:
     """Return True if autograd nodes are functions of the user's, whose backward is Python."""
     return any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in nodes)

@@ -91,7 +91,9 @@ def _guarded(is_traced: bool) -> Iterator[None]:
     with ExitStack() as stack:
         TRACING.on = True
         stack.callback(vars(TRACING).clear)
-        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator, is_traced)))
+        stack.enter_context(
+            mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator, is_traced))
+        )
         stack.enter_context(mock.patch.object(torch, "Generator", _Refused))
         for device in (torch.cuda, torch.cuda.random):
             for name in (*STATES, *SEEDS):
