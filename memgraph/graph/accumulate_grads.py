@@ -59,8 +59,8 @@ def mark_hooked_grads(captured: Captured, hooked: Container[str]) -> None:
     for role, node in zip(captured.outputs, returned_values(captured.graph.graph), strict=True):
         if role.kind == "gradient" and role.name in hooked and len(arrivals(node)) > 1:
             raise CaptureError(
-                f"the parameter {role.name} has a hook, and its gradient arrives in {len(arrivals(node))} parts, since a "
-                "torch.autograd.Function calls backward() in its backward: eager calls the hook for each part, and a "
+                f"the parameter {role.name} has a hook, and its gradient arrives in {len(arrivals(node))} parts, since "
+                "a torch.autograd.Function calls backward() in its backward: eager calls the hook for each part, and a "
                 "captured step for their sum. Remove the hook, or use torch.utils.checkpoint in place of the Function"
             )
     output = captured.graph.graph.output_node()

@@ -3,7 +3,7 @@
     self.inner(x).square().mean().backward()    in forward                   ->    CaptureError
     weight.grad = computed                      in a function's backward     ->    CaptureError
 
-A `backward()` that a function's backward calls is no such case: what it adds to `.grad` is part of the step's gradients.
+What a function's backward adds to `.grad` by a `backward()` of its own is part of the step's gradients.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     state = torch.get_rng_state()    ->   memgraph_host::generator_state(device)
     torch.set_rng_state(state)       ->   memgraph_host::set_generator(state, device)
 
-Each run of a step does both where forward or a function's backward does.  Alone, where it is priced, an op sets nothing.
+Each run of a step does both where its Python does.  Alone, where it is priced, an op sets nothing.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def its_own(module: Noisy, y: Tensor) -> Tensor:
     return y * torch.rand(4, 4)
 
 
-@pytest.mark.parametrize("then", [seeded, forked, put_back, made, asked, reseeded, on_gpu])
+@pytest.mark.parametrize("then", [seeded, made, asked, reseeded, on_gpu])
 def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
     module, before = Noisy(then), torch.get_rng_state()
     line = rf"forward asks or seeds .* at {re.escape(__file__)}:\d+ in {then.__name__}, .*seed outside of the module"
@@ -93,8 +93,6 @@ def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
     ("then", "name"),
     [
         (seeded, "torch.manual_seed"),
-        (forked, "torch.random.fork_rng"),
-        (put_back, "torch.get_rng_state"),
         (reseeded, "torch.seed"),
         (on_gpu, "torch.cuda.manual_seed_all"),
     ],
@@ -102,6 +100,20 @@ def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
 def test_what_forward_calls_is_named_and_not_what_that_calls(then: Then, name: str) -> None:
     with pytest.raises(memgraph.CaptureError, match=f"forward asks or seeds {name} at "):
         capture(Noisy(then), (X,), {})
+
+
+def put_back_and_asked(module: Noisy, y: Tensor) -> Tensor:
+    y = put_back(module, y)
+    return y if y.sum() > 0 else y * 2
+
+
+@pytest.mark.parametrize("then", [forked, put_back, put_back_and_asked])
+def test_the_state_of_the_generator_is_read_and_set_in_each_step(then: Then) -> None:
+    module, made = Noisy(then), list[list[Tensor]]()
+    for model in (module, memgraph.compile(module, 10**8)):
+        torch.manual_seed(1)
+        made.append([fact for x in (X, X, X) for fact in (model(x), torch.rand(2))])
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize(("then", "name"), [(default, "torch.default_generator"), (its_own, "generator")])
