@@ -103,6 +103,7 @@ class ReportData:
         row_blocks: weights that come in blocks of rows.
         whole_weights: large weights that stay whole, where blocks of rows were looked for.
         value_run: bytes that the plain forward allocated, once, to find them.
+        disturbed: share of the ops' time whose prices other work of the machine has disturbed.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
 
@@ -138,6 +139,7 @@ class ReportData:
     row_blocks: tuple[RowBlocks, ...] = ()
     whole_weights: tuple[WholeWeight, ...] = ()
     value_run: int = 0
+    disturbed: float = 0.0
     unmeasured: str = ""
 
     @property

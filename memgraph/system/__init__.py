@@ -5,6 +5,7 @@ byte_sizes           "8GB" -> bytes
 first_line           what the command line prints before torch is imported
 garbage              pause Python's garbage collector, or leave older objects out of it
 measurement_cache    measurements on disk, for later processes
+disturbance          the share of a measurement that is other work of the machine
 setting              the environment that a measurement depends on
 timer                time a function
 locks                planning and capture by one thread at a time
