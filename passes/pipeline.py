@@ -159,8 +159,8 @@ def make_plan(
 def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK) -> PlanResult:
     """Return the plan that is found if all ops take equally long, and no link is measured, whether it fits or not.
 
-    It is the same in each process, so a budget that an error names works in all of them.  Where none can fit, the search
-    ends at a pass that is within 2 % of the bytes that every plan needs.
+    It is the same in each process, so a budget that an error names works in all of them.  Where none can fit, the
+    search ends at a pass that is within 2 % of the bytes that every plan needs.
     """
     nominal, found, least = machine.nominal, list[PlanResult](), proven_nbytes(trace, machine)
     enough = int((1 + GOOD_GAP) * least) if least > machine.budget else 0

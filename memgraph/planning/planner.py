@@ -18,6 +18,7 @@ from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
+from ..system.disturbance import note_disturbed
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
@@ -172,6 +173,7 @@ class Planner:
         check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
         report = replace(assembled.stated(), adding=accumulated.needed)
+        report = replace(report, disturbed=note_disturbed(planned.later.pricing.doubts))
         assemble = partial(self.assemble, replace(graph, later=None))
         replan = Replanner(self.options, assemble, result.captured.trace, assembled.lowering, self.state.update)
         # Ranks measure different times, and would choose different plans.

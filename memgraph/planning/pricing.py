@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
@@ -41,6 +41,7 @@ class Pricing:
 
     Attributes:
         until: when planning has to end, in seconds of `time.monotonic`.
+        doubts: shares of the ops' time whose prices other work of the machine has disturbed, of each timed step.
         nearby: the priced trace of the same ops with another length, for times.
         for_any_budget: True to measure what only a plan needs although the step fits the budget of the options.
     """
@@ -52,6 +53,7 @@ class Pricing:
     until: float = math.inf
     nearby: Trace | None = None
     for_any_budget: bool = False
+    doubts: list[float] = field(default_factory=list)
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
         """Return the priced trace and the machine; ranks that plan together get the same.
@@ -132,6 +134,8 @@ class Pricing:
             trace = scaled_times(trace, self.nearby)
         elif not profiler.times and not hopeless:
             trace = profiler.timed(trace, step.summarize)
+        if not hopeless:
+            self.doubts.append(profiler.doubt)
         lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
         trace, target, options = lowering.shared(), step.target, self.options
         with step.ranks.reporting_errors():

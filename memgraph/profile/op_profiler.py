@@ -5,7 +5,8 @@
 Each distinct op (target, shapes, strides, dtypes, constants, device) runs on generated values: once for its workspace,
 and several times for its time, with cold operands. It is timed by a single run if the time is not needed, or the time
 limit is reached, and by the run for its workspace if that is long. Results are cached in the process and on disk
-(MEMGRAPH_CACHE). Ops run one by one, so they need no more memory than the step does. An op that would not fit on the
+(MEMGRAPH_CACHE); what other work of the machine has disturbed is timed again by the next process. Ops run one by one,
+so they need no more memory than the step does. An op that would not fit on the
 device does not run, and is priced by its flops and bytes. An op that exceeds the budget runs all the same, because its
 workspace has to be known, and the log says so.
 """
@@ -37,7 +38,8 @@ from ..graph.summarize import Cost, Price
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
 from ..system.device import block_nbytes, release_cached
-from ..system.measurement_cache import read_all_cached, read_cached, write_all_cached, write_cached
+from ..system.disturbance import Watch
+from ..system.measurement_cache import Kept, read_all_cached, read_cached, write_all_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
@@ -59,6 +61,13 @@ class OpCost:
     cost: Cost
     layouts: tuple[ResultLayout, ...] | None
     is_timed: bool = True  # by more than one run, or by a long one
+    disturbed: float = 0.0  # the share of it that was waited for a core, if that is much
+
+    def beside(self, before: OpCost | None) -> OpCost:
+        """Return this measurement with the time of an earlier one, if that was less disturbed."""
+        if before is None or not 0.0 < before.disturbed < self.disturbed:
+            return self
+        return replace(self, cost=replace(self.cost, us=before.cost.us), disturbed=before.disturbed)
 
 
 # A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
@@ -88,6 +97,7 @@ class OpProfiler:
         self.room, self.modes = room, modes
         self._most = limit if room is None else min(limit, room)
         self._is_logged = False
+        self._used = dict[int, OpCost]()
         self._flushes: dict[torch.device, Callable[[], object]] = {}
         self._on_disk: dict[str, Any] = {}  # what was read at once; None for what is not there
         self._unwritten: dict[str, Any] | None = None
@@ -116,12 +126,24 @@ class OpProfiler:
         """Time the ops again that were timed by a single run, and return the trace with these times."""
         before = {op.name: op.us for op in summarized(self).ops}
         self.times = True
+        self._used.clear()
         after = {op.name: op.us for op in summarized(self).ops}
         ops = (replace(op, us=after[op.name]) if op.us == before.get(op.name) else op for op in trace.ops)
         return replace(trace, ops=tuple(ops))
 
+    @property
+    def doubt(self) -> float:
+        """The share of all time here whose prices other work of the machine has disturbed."""
+        total = sum(each.cost.us for each in self._used.values())
+        return sum(each.cost.us for each in self._used.values() if each.disturbed) / total if total else 0.0
+
     def _op_cost(self, node: fx.Node) -> OpCost:
         self.counted()
+        op_cost = self._found(node)
+        self._used[id(op_cost)] = op_cost
+        return op_cost
+
+    def _found(self, node: fx.Node) -> OpCost:
         if is_opaque(node):  # it was measured while it was captured, on the tensors of the call
             return OpCost(Cost(*opaque_cost(node)), None)
         key, times = op_key(node, self.modes), self.times and time.monotonic() < self.until
@@ -130,12 +152,15 @@ class OpProfiler:
         cache_key = _cache_key(key, _device(node))
         # Each process must run a segment here, because the first run tunes it and must not be in a step.
         is_cached = not isinstance(node.target, Segment) and " at 0x" not in cache_key  # addresses are of this process
-        op_cost = _read(self._cached(cache_key)) if is_cached else None
+        kept = Kept.read(self._cached(cache_key), _read) if is_cached else None
+        op_cost = None if kept is None else kept.value
         if (op_cost is None or (times and not op_cost.is_timed)) and _nbytes(node) <= self.limit:
             self._log_excess(node)
-            ran = run_unprofiled(partial(_measure_with_retry, node, self._timer(node) if times else None))
+            with Watch() as watch:
+                ran = run_unprofiled(partial(_measure_with_retry, node, self._timer(node) if times else None))
             if ran is not None:
                 self._log_excess(node, ran.cost.workspace)
+                ran = replace(ran, disturbed=watch.disturbed if times else 0.0).beside(op_cost)
             if ran is not None and is_cached:
                 self._cache(cache_key, _written(ran))
             op_cost = ran or op_cost
@@ -258,17 +283,26 @@ def _device(node: fx.Node) -> torch.device:
 def _written(op_cost: OpCost) -> dict[str, Any]:
     layouts = [(str(r.layout[0]).removeprefix("torch."), *r.layout[1:], *r[1:]) for r in op_cost.layouts or ()]
     once = {} if op_cost.is_timed else {"once": True}
-    return {"us": op_cost.cost.us, "workspace": op_cost.cost.workspace, "made": layouts, **once}
+    disturbed = {"disturbed": op_cost.disturbed} if op_cost.disturbed else {}
+    return {"us": op_cost.cost.us, "workspace": op_cost.cost.workspace, "made": layouts, **once, **disturbed}
 
 
-def _read(written: Any) -> OpCost | None:
-    if written is None:
-        return None
-    layouts = (
-        ResultLayout((getattr(torch, dtype), tuple(shape), tuple(strides)), offset, nbytes)
-        for dtype, shape, strides, offset, nbytes in written["made"]
-    )
-    return OpCost(Cost(written["us"], written["workspace"]), tuple(layouts), is_timed="once" not in written)
+def _read(written: Any) -> OpCost:
+    """Return a cost from the cache; one that was disturbed counts as not timed.
+
+    Raises:
+        TypeError, ValueError, LookupError, AttributeError: it is none.
+    """
+    cost, disturbed = Cost(float(written["us"]), int(written["workspace"])), float(written.get("disturbed", 0.0))
+    layouts = tuple(_layout(*made) for made in written["made"])
+    return OpCost(cost, layouts, is_timed="once" not in written and not disturbed, disturbed=disturbed)
+
+
+def _layout(dtype: str, shape: list[int], strides: list[int], offset: int, nbytes: int) -> ResultLayout:
+    made = getattr(torch, dtype)
+    if not isinstance(made, torch.dtype) or len(shape) != len(strides):
+        raise ValueError(f"no layout has {dtype} with {len(shape)} sizes and {len(strides)} strides")
+    return ResultLayout((made, tuple(map(int, shape)), tuple(map(int, strides))), int(offset), int(nbytes))
 
 
 def _measure_with_retry(node: fx.Node, timer: Timer | None) -> OpCost | None:

@@ -19,6 +19,7 @@ from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, WAIT, WIDEN, sent_nby
 from passes.lp.solver import INSTALL, MISSING
 from passes.slices.whole_weight import reason_lines
 
+from ..system.disturbance import disturbed_text
 from .compiled_lines import compiled_lines, has_regions
 from .remedies import remedies
 from .repeatability import repeatability
@@ -65,6 +66,7 @@ def verdict(report: ReportData) -> str:
         *_opaque(report),
         f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(report.whole or plain.peak)}",
+        *_disturbed(report),
         *repeatability(report),
         *_sliced(report),
         *_in_blocks(report),
@@ -189,6 +191,11 @@ def _adding(report: ReportData) -> list[str]:
     if report.adding <= report.budget:
         return []
     return [f"no plan within the budget was found for a call that adds to gradients; one needs {report.adding} B"]
+
+
+def _disturbed(report: ReportData) -> list[str]:
+    """Warn that the plan rests on prices that were taken on a busy machine."""
+    return [f"prices: {disturbed_text(report.disturbed)}"] if report.disturbed else []
 
 
 def _scalars_only(report: ReportData) -> list[str]:

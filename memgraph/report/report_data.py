@@ -103,6 +103,7 @@ class ReportData:
         whole_weights: large weights that stay whole, where blocks of rows were looked for.
         value_run: bytes that the plain forward allocated, once, to find them.
         no_pool: on a CPU, why the process has no pool of pages for this plan; empty if it has one, or needs none.
+        disturbed: share of the ops' time whose prices other work of the machine has disturbed.
         unmeasured: reason why the last step that should have been measured was not; empty otherwise.
     """
 
@@ -138,6 +139,7 @@ class ReportData:
     whole_weights: tuple[WholeWeight, ...] = ()
     value_run: int = 0
     no_pool: str = ""
+    disturbed: float = 0.0
     unmeasured: str = ""
 
     @property

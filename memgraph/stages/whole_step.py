@@ -33,6 +33,7 @@ from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import libraries_nbytes
 from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
 from ..system.device import device_of, unused_nbytes
+from ..system.disturbance import note_disturbed
 from ..system.locks import capturing
 from ..tensors.loss_outputs import select_losses
 
@@ -157,6 +158,7 @@ def whole_step(
     profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
     apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
     trace = summarize(graph, profiler)
+    note_disturbed([profiler.doubt])
     outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] in ("gradient", "watched"))
     return WholeStep(captured, replace(trace, outputs=outputs), loss, place)
 

@@ -6,6 +6,7 @@ first_line           what the command line prints before torch is imported
 garbage              pause Python's garbage collector, or leave older objects out of it
 measurement_cache    measurements on disk, for later processes
 trial_room           the bytes left for ops that run during a capture
+disturbance          the share of a measurement that is other work of the machine
 setting              the environment that a measurement depends on
 timer                time a function
 locks                planning and capture by one thread at a time

@@ -5,7 +5,10 @@
 
 The file is costs.sqlite in the folder MEMGRAPH_CACHE, by default memgraph/ in the user's cache. With an empty
 MEMGRAPH_CACHE nothing is kept. A damaged or foreign file is renamed and replaced; a file that can't be used is ignored.
-Each of these is one warning, and no error.
+Each of these is one warning, and no error. A value that no measurement gives is as good as none.
+
+A measurement that other work of the machine disturbed is kept with the share of it that was waited. Each later process
+measures it once more, and keeps the less disturbed one.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from .disturbance import Watch
 from .user_warning import warn_user
 
 T = TypeVar("T")
 
 MARK, FORMAT = 0x6D656D67, 1  # in the header of each file that memgraph writes
 FILE = "costs.sqlite"
+MOST = 1 << 62  # of a time, a rate or a number of bytes
 WAIT = 5.0  # seconds to wait for another process that writes
 PAGES = ("page_count", "freelist_count", "page_size")
 FORGET = (
@@ -76,11 +82,46 @@ def measure_once(
 ) -> T:
     """Return the measurement from `results` of this process, else from disk, else by calling `measure`."""
     if key not in results:
-        cached = read_cached(key)
-        results[key] = measure() if cached is None else read(cached)
-        if cached is None:
-            write_cached(key, write(results[key]))
+        kept = Kept.read(read_cached(key), read)
+        if kept is None or kept.disturbed:
+            with Watch() as watch:
+                new = Kept(measure(), watch.disturbed)
+            if kept is None or new.disturbed < kept.disturbed:
+                kept = new
+                write_cached(key, kept.written(write))
+        results[key] = kept.value
     return results[key]
+
+
+@dataclass(frozen=True)
+class Kept(Generic[T]):
+    """A measurement, and the share of it that was waited for a core, if that is much."""
+
+    value: T
+    disturbed: float = 0.0
+
+    @staticmethod
+    def read(cached: Any, read: Callable[[Any], T]) -> Kept[T] | None:
+        """Return what the cache has; None if that is nothing, or nothing that a measurement gives."""
+        is_disturbed = isinstance(cached, dict) and cached.keys() == {"measured", "disturbed"}
+        value, disturbed = (cached["measured"], cached["disturbed"]) if is_disturbed else (cached, 0.0)
+        if value is None or not is_measured([value, disturbed]):
+            return None
+        try:
+            return Kept(read(value), float(disturbed))
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            return None
+
+    def written(self, write: Callable[[T], object]) -> object:
+        value = write(self.value)
+        return {"measured": value, "disturbed": self.disturbed} if self.disturbed else value
+
+
+def is_measured(value: object) -> bool:
+    """Return True if all numbers of a value from the cache are finite, not negative and below any real one."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(is_measured, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str | bool | None) or (isinstance(value, int | float) and 0 <= value <= MOST)
 
 
 def cache_folder() -> Path | None:

@@ -16,11 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .disturbance import waited_us
+
 T = TypeVar("T")
 
 ENOUGH_US = 30_000.0  # microseconds after which a function is not run again: some slices of a busy machine's time
 REPEATS = 5  # most runs, or batches of runs
 LINE = 20  # most runs that are queued on a GPU before they are waited for
+LEAST_SHARE = 0.01  # of the clock's time, where this thread waited for a core in the rest of it
 CACHE = 32 << 20  # bytes that are read to flush the caches
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
@@ -30,14 +33,18 @@ def shortest_us(
 ) -> float:
     """Return the least time of at most `most` runs, each after `before`, which is not timed.
 
-    `run` must have been called before, because a first call also sets up its kernels. The least time is taken, not the
-    median, because other work of the machine only adds to a time. `replan.py` corrects times with those of real steps.
+    `run` must have been called before, because a first call also sets up its kernels. Time in which this thread waited
+    for a core is left out. The least time is taken, not the median, because other work of the machine only adds to a
+    time. `replan.py` corrects times with those of real steps.
     """
     least, spent, runs = float("inf"), 0.0, 0
     line = _line(run, device)
     while not runs or (runs < most and spent < ENOUGH_US):
         before()
+        waited = waited_us()
         _, us = timed_us(partial(repeats, run, line), device)
+        # Other work had this thread's core meanwhile; the rest of it can't be less than nothing by much.
+        us = max(us - (waited_us() - waited), us * LEAST_SHARE)
         least, spent, runs = min(least, us / line), spent + us, runs + 1
     return round(least, 1)
 
