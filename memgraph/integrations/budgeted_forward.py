@@ -83,7 +83,8 @@ class ModuleBudget:
 
     def uncover(self) -> None:
         """Give the module its own forward again; the plan stays readable."""
-        covering, self._covering = self._covering, None
+        covering = self._covering
+        self._covering = None
         if covering is None or OUTERMOST.get(covering.model) is not covering:
             return
         del OUTERMOST[covering.model]
@@ -207,10 +208,11 @@ class BudgetedForward:
     """
 
     def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
-        found = model.forward
+        found: Any = model.forward
         while isinstance(found, BudgetedForward):
             found = found.plain
-        self.budget, self.model, self.own, self.plain = budget, model, own, found
+        self.budget, self.model, self.own = budget, model, own
+        self.plain: Callable[..., Any] = found
         self.shared = without_hooks(model)
         if not _is_of_class(found, model):
             is_method = isinstance(found, MethodType) and found.__self__ is model

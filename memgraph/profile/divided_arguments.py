@@ -74,7 +74,7 @@ def _saved_by_forward(given: Arguments) -> None:
     ticket = results.pop()
     for tensor, value in zip(given["saved"], results[len(results) - len(given["saved"]) :], strict=True):
         tensor.set_(value.untyped_storage(), 0, value.shape, value.stride())
-    vars(given["ticket"]).update(vars(ticket))
+    given["ticket"].__dict__.update(vars(ticket))
 
 
 # By name, since torch has dropped some of them: `cholesky` in 2.15.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -96,8 +96,9 @@ class TracedStep:
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
         self.numbers.tracer = tracer
         numbers = self.numbers if self.mode.has_numbers else None
+        root: torch.nn.Module = cast(Any, tracer).root
         with (
-            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer.root))),
+            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(root))),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
             self._running(values),
         ):

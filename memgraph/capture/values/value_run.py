@@ -56,8 +56,9 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     Raises whatever forward raises.
     """
     read: list[object] = []  # of what autograd would have saved
+    read_saved: Any = read.append
     try:
-        return _run(call, measure, recording, saved_tensors_hooks(lambda tensor: None, read.append))
+        return _run(call, measure, recording, saved_tensors_hooks(lambda tensor: None, read_saved))
     except Exception:
         if not read:
             raise

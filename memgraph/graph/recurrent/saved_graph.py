@@ -120,7 +120,7 @@ class _Store:
         storage, begin = x.untyped_storage(), int(x.storage_offset())
         for number, (key, first, end) in enumerate(self._spans):
             if key == storage._cdata and first <= begin and begin + _extent(x) <= end:
-                return _Span(True, number, x.shape, x.stride(), begin - first)
+                return _Span(True, number, x.shape, x.stride(), int(begin - first))
         number = self._numbers.setdefault(storage._cdata, len(self.own))
         if number == len(self.own):
             self.own.append(x.as_strided((storage.nbytes() // x.itemsize,), (1,), 0))

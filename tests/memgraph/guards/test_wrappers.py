@@ -98,8 +98,8 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        make = lambda: nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))  # noqa: E731
-        self.blocks = nn.ModuleList(make() for _ in range(2))
+        parts = (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(2))
+        self.blocks = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

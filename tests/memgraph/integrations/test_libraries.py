@@ -162,8 +162,8 @@ def observed() -> nn.Module:
 
     torch.manual_seed(0)
     made = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).train()
-    made.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    return quantization.prepare_qat(made, inplace=True)  # type: ignore[no-any-return]
+    made.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment, unused-ignore]
+    return quantization.prepare_qat(made, inplace=True)  # type: ignore[no-any-return, unused-ignore]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -128,7 +128,7 @@ def test_a_budget_of_lightning_is_refused_beside_torch_compile_and_a_step_withou
     lightning: Any = pytest.importorskip("lightning.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
@@ -145,7 +145,8 @@ def test_a_budget_of_lightning_is_refused_beside_torch_compile_and_a_step_withou
             max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[memgraph.LightningBudget("1GB")],
         )  # fmt: skip
-        lightning.Trainer(**told).fit(module, torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4))
+        rows: Any = torch.randn(8, 8)
+        lightning.Trainer(**told).fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
 
     module = Module()
     before = [parameter.clone() for parameter in module.parameters()]

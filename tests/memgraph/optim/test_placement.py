@@ -27,7 +27,7 @@ def trained(net: nn.Module, model: Any, change: Change, steps: int = 3) -> list[
         found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
         net.zero_grad()
         change(net)
     return [*found, *(p.detach().clone() for p in net.parameters())]

@@ -75,7 +75,7 @@ def test_a_report_on_disturbed_prices_is_saved_with_that(machine: Machine) -> No
     assert memgraph.Report.from_json(busy.to_json()).disturbed == 1.0
 
 
-STRANGE = (
+STRANGE: tuple[Any, ...] = (
     {"us": -1.0}, {"us": float("nan")}, {"us": "text"}, {"workspace": 1e300}, {"made": [["nn", [1], [1], 0, 4]]},
     {"made": [["float32", [1, 2], [1], 0, 4]]}, {"made": 3}, {"disturbed": []}, {"us": None}, "text", [],
 )  # fmt: skip

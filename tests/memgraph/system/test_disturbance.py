@@ -65,7 +65,7 @@ def test_a_thread_that_waits_for_nothing_or_for_a_file_is_not_disturbed(
 
 
 def test_a_clock_that_stands_still_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disturbance.time, "perf_counter", lambda: 1.0)
+    monkeypatch.setattr("memgraph.system.disturbance.time.perf_counter", lambda: 1.0)
     with Watch() as watch:
         pass
     assert watch.disturbed == 1.0
