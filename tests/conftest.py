@@ -4,6 +4,7 @@ garbage collection without imported objects; Ctrl-C as in a terminal; and a mark
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from memgraph.planning import plan_cache
-from memgraph.system import garbage
+from memgraph.system import disturbance, garbage
 
 with torch.device("meta"):
     torch.empty(0)  # torch lists its factories at the first such call, and transformers replaces some for a while
@@ -49,8 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Share measurements among the tests, but not with the user's own processes."""
+    """Share measurements among the tests, but not with the user's own processes; none is doubted on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disturbance, "LIMIT", math.inf)
         patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
 

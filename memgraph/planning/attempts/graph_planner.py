@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from passes import BudgetError, Machine, PlanResult
+from passes import BudgetError, Machine, PlanResult, Trace
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.problem import PlanProblem
 from passes.slices.whole_step import among, is_faster, needs_none, whole_plan
@@ -123,7 +123,7 @@ class GraphPlanner:
                 raise budget_error(failed, later.needed_nbytes, attempts.whole) from None
 
             smallest = failed.smallest if isinstance(failed, BudgetError) else 0
-            return Refused(smallest, PlanProblem(ReuseGaps(trace), machine).least_beside_states, refuse)
+            return Refused(smallest, _least_in_blocks(trace, machine, smallest), refuse)
         return Planned(graph, machine, result, later, began)
 
     def _or_whole(self, attempt: Attempt, sliced: Planned) -> Planned:
@@ -145,6 +145,12 @@ class GraphPlanner:
             return sliced
         planned = Planned(graph, machine, result, replace(sliced.later, first=graph), sliced.began)
         return _faster(planned, sliced)
+
+
+def _least_in_blocks(trace: Trace, machine: Machine, smallest: int) -> int:
+    """Return bytes that every plan needs even if weights come in blocks: these spare no more than all state has."""
+    program = PlanProblem(ReuseGaps(trace), machine)
+    return max(program.least_beside_states, smallest - sum(each.nbytes for each in program.states))
 
 
 def _needed_nbytes(pricing: Pricing, search: PlanSearch, later: LaterStep, budget: int) -> int:

@@ -51,6 +51,15 @@ def test_a_step_that_fits_as_it_is_is_priced_in_bytes_alone(timed: list[Any]) ->
     assert fits.peak == quick.peak
 
 
+def test_nothing_is_timed_for_a_step_that_no_plan_can_fit(timed: list[Any]) -> None:
+    x = torch.ones(64, 16)
+    with pytest.raises(memgraph.BudgetError, match="No plan can use less") as caught:
+        memgraph.plan(net(), x, budget=9_000)
+    assert timed == []
+    fits = memgraph.plan(net(), x, budget=caught.value.smallest)
+    assert timed and fits.peak <= caught.value.smallest
+
+
 def test_without_time_each_op_runs_for_its_bytes_and_one_time(
     timed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import memgraph
 from memgraph.profile import op_profiler
 from memgraph.system import disturbance
-from memgraph.system.disturbance import Watch
+from memgraph.system.disturbance import LIMIT, Watch
 from memgraph.system.measurement_cache import read_all_cached, write_all_cached
 from memgraph.system.timer import shortest_us
 
@@ -23,6 +23,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share, self.timed, self.keys, self.patch = 0.0, 0, list[str](), monkeypatch
+        monkeypatch.setattr(disturbance, "LIMIT", LIMIT)
         monkeypatch.setattr(Watch, "disturbed", property(lambda watch: self.share))
         monkeypatch.setattr(op_profiler, "shortest_us", self._shortest_us)
         monkeypatch.setattr(op_profiler, "write_all_cached", self._write)

@@ -20,6 +20,12 @@ from memgraph.system.measurement_cache import measure_once, read_cached, write_c
 BURN = "import time; end = time.monotonic() + 20\nprint(flush=True)\nwhile time.monotonic() < end: pass"
 
 
+@pytest.fixture(autouse=True)
+def doubting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubt what is disturbed, as outside of tests."""
+    monkeypatch.setattr(disturbance, "LIMIT", LIMIT)
+
+
 def work(seconds: float) -> None:
     end = time.process_time() + seconds
     while time.process_time() < end:
