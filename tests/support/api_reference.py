@@ -54,7 +54,9 @@ def reference() -> str:
 def public_names() -> list[str]:
     """Return the names in `memgraph.__all__`, and those that are imported when they are asked for."""
     asked = [node for node in ast.walk(_tree(PACKAGE / "__init__.py")) if isinstance(node, ast.Compare)]
-    late = {ast.literal_eval(node.comparators[0]) for node in asked if ast.unparse(node.left) == "name"}
+    late = {ast.literal_eval(node.comparators[0]) for node in asked if ast.unparse(node.left) == "name"} - {
+        "__version__"
+    }
     (listed,) = (
         ast.literal_eval(node.value)
         for node in _tree(PACKAGE / "__init__.py").body

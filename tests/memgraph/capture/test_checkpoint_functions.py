@@ -142,7 +142,7 @@ class Stack(nn.Module):
 
 
 class Nested(Stack):
-    """A checkpoint in a checkpoint of two blocks, one of which is frozen in part."""
+    """A checkpoint in a checkpoint of two blocks, with some frozen parameters."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__(kind)

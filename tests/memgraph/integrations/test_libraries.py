@@ -95,7 +95,7 @@ def test_a_budget_that_no_plan_of_trl_fits_is_raised_before_the_first_step() -> 
 
 
 def four_bits(kind: str, twice: bool) -> Any:
-    """An adapter of a model of which the linear layers have 4 bits."""
+    """An adapter of a model with linear layers of 4 bits."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = gpt2()
     torch.manual_seed(0)

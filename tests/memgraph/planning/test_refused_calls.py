@@ -33,12 +33,13 @@ class Words(nn.Module):
 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How far weights are cut in each attempt."""
+    """Return the levels of cuts that were tried."""
     found: list[int] = []
 
     def captured(*given: Any, cuts: Cuts, **rest: Any) -> Any:
         found.append(cuts.level)
-        return capture_step(*given, cuts=cuts, **rest)
+        capture: Any = capture_step
+        return capture(*given, cuts=cuts, **rest)
 
     monkeypatch.setattr(attempts, "capture_step", captured)
     return found

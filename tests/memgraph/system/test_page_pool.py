@@ -111,13 +111,13 @@ def work():
         torch.empty(1 << 18)
 threads = [threading.Thread(target=work) for _ in range(3)]
 [thread.start() for thread in threads]
+from tests.support.forks import forked
+def add():
+    new = torch.full((1 << 21,), 2.0)
+    mine.add_(new[: 1 << 20])
+    return bool((mine == 3).all())
 for _ in range(20):
-    pid = os.fork()
-    if pid == 0:
-        new = torch.full((1 << 21,), 2.0)
-        mine.add_(new[: 1 << 20])
-        os._exit(0 if bool((mine == 3).all()) else 1)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), end=" ")
+    print(forked(add).code(), end=" ")
 ended.set()
 [thread.join() for thread in threads]
 print(bool((mine == 1).all()))
