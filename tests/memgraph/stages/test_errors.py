@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import AgreementError, BudgetError
+from memgraph import AgreementError, StagesBudgetError
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import made
 
@@ -109,7 +109,7 @@ REFUSED = {
     "stages": ("ValueError", "ValueError"),
     "balance": ("ValueError", "ValueError"),
     "branch": ("CaptureError", "CaptureError"),
-    "tiny": (BudgetError.__name__, BudgetError.__name__),
+    "tiny": (StagesBudgetError.__name__, StagesBudgetError.__name__),
     "again": ("ValueError", "ValueError"),
 }
 
