@@ -83,7 +83,7 @@ class ModuleBudget:
 
     def uncover(self) -> None:
         """Give the module its own forward again; the plan stays readable."""
-        covering: BudgetedForward | None = self._covering
+        covering: Any = self._covering
         self._covering = None
         if covering is None or OUTERMOST.get(covering.model) is not covering:
             return

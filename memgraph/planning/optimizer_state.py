@@ -102,8 +102,8 @@ class OptimizerState:
         if self.optimizer is not None and self.updated_ids.isdisjoint(map(id, parameters)):
             raise UpdateError(
                 "the module has other parameters than those of the optimizer that was given to memgraph.compile, and "
-                "no step would update them, as after fully_shard or load_state_dict(assign=True): make the optimizer of "
-                "the new parameters, and compile with that"
+                "no step would update them, as after fully_shard or load_state_dict(assign=True): make the optimizer "
+                "of the new parameters, and compile with that"
             )
 
     def outputs(self, outputs: OutputSelector) -> OutputSelector:
