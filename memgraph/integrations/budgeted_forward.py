@@ -86,11 +86,12 @@ class ModuleBudget:
         covering, self._covering = self._covering, None
         if covering is None or OUTERMOST.get(covering.model) is not covering:
             return
-        del OUTERMOST[covering.model]
-        if vars(covering.model).get("forward") is covering:
-            del covering.model.forward
-            if not _is_of_class(covering.plain, covering.model):
-                covering.model.forward = covering.plain
+        model, plain = covering.model, covering.plain
+        del OUTERMOST[model]
+        if vars(model).get("forward") is covering:
+            del model.forward
+            if not _is_of_class(plain, model):
+                model.forward = plain
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count the states of an optimizer from the next call on."""
@@ -207,10 +208,11 @@ class BudgetedForward:
     """
 
     def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
-        found = model.forward
+        found: Any = model.forward
         while isinstance(found, BudgetedForward):
             found = found.plain
-        self.budget, self.model, self.own, self.plain = budget, model, own, found
+        self.budget, self.model, self.own = budget, model, own
+        self.plain: Callable[..., Any] = found
         self.shared = without_hooks(model)
         if not _is_of_class(found, model):
             is_method = isinstance(found, MethodType) and found.__self__ is model
