@@ -87,11 +87,12 @@ class ModuleBudget:
         self._covering = None
         if covering is None or OUTERMOST.get(covering.model) is not covering:
             return
-        del OUTERMOST[covering.model]
-        if vars(covering.model).get("forward") is covering:
-            del covering.model.forward
-            if not _is_of_class(covering.plain, covering.model):
-                covering.model.forward = covering.plain
+        model, plain = covering.model, covering.plain
+        del OUTERMOST[model]
+        if vars(model).get("forward") is covering:
+            del model.forward
+            if not _is_of_class(plain, model):
+                model.forward = plain
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count the states of an optimizer from the next call on."""

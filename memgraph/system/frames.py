@@ -56,7 +56,7 @@ def is_inside(method: str, module: nn.Module) -> bool:
 
 
 def running(kind: type[T]) -> T | None:
-    """Return the innermost object of a class with a method that is running in this thread."""
+    """Return the innermost object of a class whose method is running in this thread."""
     owners = (_owner(frame) for frame, _ in walk_stack(sys._getframe()))
     return next((owner for owner in owners if isinstance(owner, kind)), None)
 

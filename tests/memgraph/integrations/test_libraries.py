@@ -95,7 +95,7 @@ def test_a_budget_that_no_plan_of_trl_fits_is_raised_before_the_first_step() -> 
 
 
 def four_bits(kind: str, twice: bool) -> Any:
-    """An adapter of a model with linear layers of 4 bits."""
+    """An adapter of a model whose linear layers have 4 bits."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = gpt2()
     torch.manual_seed(0)
@@ -162,8 +162,8 @@ def observed() -> nn.Module:
 
     torch.manual_seed(0)
     made = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).train()
-    made.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment, unused-ignore]
-    return quantization.prepare_qat(made, inplace=True)  # type: ignore[no-any-return, unused-ignore]
+    made.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(made, inplace=True)
 
 
 @pytest.mark.filterwarnings("ignore")

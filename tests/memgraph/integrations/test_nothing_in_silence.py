@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
 
 import memgraph
@@ -128,13 +129,13 @@ def test_a_budget_of_lightning_is_refused_beside_torch_compile_and_a_step_withou
     lightning: Any = pytest.importorskip("lightning.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
 
-        def training_step(self, batch: Tensor, number: int) -> Tensor:
-            loss: Tensor = self.net[1](self.net[0](batch)).sum()  # and never self.net
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            loss: Tensor = self.net[1](self.net[0](batch[0])).sum()  # and never self.net
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -145,8 +146,7 @@ def test_a_budget_of_lightning_is_refused_beside_torch_compile_and_a_step_withou
             max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[memgraph.LightningBudget("1GB")],
         )  # fmt: skip
-        rows: Any = torch.randn(8, 8)
-        lightning.Trainer(**told).fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        lightning.Trainer(**told).fit(module, DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4))
 
     module = Module()
     before = [parameter.clone() for parameter in module.parameters()]
