@@ -43,8 +43,10 @@ class Explanation(NamedTuple):
 EXPLANATIONS = (
     Explanation(
         ("its data is not allocated yet",),
-        "an op reads the values of a tensor itself, as recurrent layers do with the lengths of packed sequences",
-        "give the recurrent layer the padded batch, and mask what follows the ends",
+        "an op reads the values of a tensor itself, as torch.LongTensor([x.max()]) does, and recurrent layers with "
+        "packed sequences on some devices",
+        "make a tensor of a list with torch.tensor or torch.stack; give a recurrent layer the padded batch, and mask "
+        "what follows the ends",
     ),
     Explanation(
         (PACKED_WEIGHTS,),
@@ -105,6 +107,12 @@ EXPLANATIONS = (
         "an op can't be run without data: nothing says what it would make",
         "register a fake implementation for it with torch.library.register_fake, which makes an empty tensor of the "
         "shape, dtype and strides of its result; make a function that is no torch op one by torch.library.custom_op",
+    ),
+    Explanation(
+        (SyntaxError,),
+        "torch can't write down a call of an op whose name has a word of Python in it, as random_.from has",
+        "call it with other arguments (random_(to), randint), or make an op of what calls it by "
+        "torch.library.custom_op",
     ),
     Explanation(
         ("argument of type: <class 'torch._C.Generator'>",),

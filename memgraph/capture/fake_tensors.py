@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch._dynamo
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
@@ -83,4 +83,6 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
         device = CPU if tensor.device.type == "meta" and role.kind != "input" else tensor.device
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
     vars(empty).update(vars(tensor))  # a library may look for its own attributes
+    if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
+        empty._is_param = True  # type: ignore[attr-defined]
     return empty.requires_grad_(tensor.requires_grad)

@@ -26,6 +26,7 @@ from ..call.set_gradients import refuse_set_gradients
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import own_gradients, real_tensors
 from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
+from ..python_state.refuse_iterators import refuse_iterators
 from ..saved.op_log import OpLog
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
@@ -124,6 +125,7 @@ class TracedStep:
         with (
             stateless._reparametrize_module(self.call.module, self.call.state(values), tie_weights=True),
             counting(self.counted, self.counters),
+            refuse_iterators(self.before),
         ):
             yield
 

@@ -1,9 +1,10 @@
-"""Let functions that read lengths on the host ask for them as Python does, so that they are guards of the graph.
+"""Let functions that read tensors on the host ask for values as Python does, so that they are guards of the graph.
 
     pack_padded_sequence(x, lengths)           ->   lengths.tolist();  memgraph_packed::pack(x, [3, 3, 1])
     lstm(data, batch_sizes, ...)               ->   batch_sizes.tolist(); one op a layer; on a GPU an error
     ctc_loss(x, targets[7], ..., lengths)      ->   lengths.max().item();  ctc_loss(x, targets[3, 3], ...)
     tensor_split(x, indices)                   ->   tensor_split(x, indices.tolist())
+    tensor([x.max(), 3])                       ->   stack([x.max(), tensor(3)]), for which no value is needed
     f"expert_{index}", an integer in a tensor  ->   index.item()
 
 torch reads their memory in C++, and fake tensors have none.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...graph.recurrent.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
 from ...graph.recurrent.saved_graph import PLAIN
@@ -137,6 +139,51 @@ def _tensor_split(plain: Callable[..., Any], x: Tensor, parts: Any = None, dim: 
     return plain(x, parts.tolist() if isinstance(parts, Tensor) else parts, dim)
 
 
+def _tensor(plain: Callable[..., Tensor], data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Make a tensor of a list with tensors in it."""
+    leaves = tree_leaves(data) if isinstance(data, list | tuple) else []
+    dtype = kwargs.get("dtype") or _type_of(leaves)
+    if _type_of(leaves) is None or args:
+        return plain(data, *args, **kwargs)
+    if not all(_is_stored_as(leaf, dtype) for leaf in leaves):
+        return plain(tree_map_only(Tensor, Tensor.tolist, data), **kwargs)
+    device = kwargs.get("device")
+    made = _stacked(plain, data, dtype, torch.get_default_device() if device is None else device)
+    return made.requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _new_tensor(plain: Callable[..., Tensor], like: Tensor, data: Any, **kwargs: Any) -> Tensor:
+    given = {"dtype": like.dtype, "device": like.device} | {k: v for k, v in kwargs.items() if v is not None}
+    return _tensor(lambda data, **kwargs: plain(like, data, **kwargs), data, **given)
+
+
+def _type_of(leaves: Sequence[Any]) -> torch.dtype | None:
+    """Return the type that torch gives a list; None if there is no tensor in it."""
+    plain = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}
+    types = [leaf.dtype if isinstance(leaf, Tensor) else plain.get(type(leaf)) for leaf in leaves]
+    if None in types or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return None
+    return reduce(torch.promote_types, types)  # type: ignore[arg-type]
+
+
+def _is_stored_as(leaf: Any, dtype: torch.dtype) -> bool:
+    """Return True if a cast gives the bits that torch stores for a number of Python's."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf) in (bool, int, float)
+    to_float = dtype.is_floating_point and not leaf.is_complex()
+    return to_float or torch.promote_types(leaf.dtype, dtype) == dtype
+
+
+def _stacked(plain: Callable[..., Tensor], data: Any, dtype: torch.dtype, device: Any) -> Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stacked(plain, item, dtype, device) for item in data])
+    if not isinstance(data, Tensor):
+        return plain(data, dtype=dtype, device=device)
+    is_rounded_once = dtype.is_floating_point and not data.is_floating_point()  # from Python's float
+    value = data.detach().to(torch.float64) if is_rounded_once else data.detach()
+    return value.to(device=device, dtype=dtype)
+
+
 def _formatted(_: object, x: Tensor, spec: str) -> str:
     """Write an integer by its value, as eager does; a number that is only logged is not asked for."""
     is_name = x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
@@ -159,6 +206,8 @@ _READS: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]], ...] 
     *((partial(_recurrent, kind), (torch._VF,), (kind,)) for kind in PLAIN),
     (_ctc_loss, (torch,), ("ctc_loss",)),
     (_tensor_split, (torch, Tensor), ("tensor_split",)),
+    (_tensor, (torch,), ("tensor", "as_tensor")),
+    (_new_tensor, (Tensor,), ("new_tensor",)),
     (_formatted, (FakeTensor,), ("__format__",)),
 )
 READERS = tuple(

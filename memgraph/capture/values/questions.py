@@ -26,6 +26,7 @@ from ...graph.provenance import user_line
 from ...guards.refused_collectives import refuse_collective
 
 READS = aten._local_scalar_dense.default
+RANDOM_BETWEEN = getattr(aten.random_, "from")  # no code of a graph can name it
 MASKS = (torch.bool, torch.uint8)
 # Ops that take masks as indices, with the position of a value whose gradient has as many rows as the masks select.
 INDEXED = {
@@ -66,6 +67,8 @@ class ValueMode(TorchDispatchMode):
             return args[0].fake_device
         refuse_collective(func)
         args, kwargs = self.arguments(func, args, kwargs or {})
+        if func is RANDOM_BETWEEN and (shifted := _shifted_draw(*args, **kwargs)) is not None:
+            return shifted
         if func is READS:
             return self.values(args[0])[0]
         if func is aten.equal.default:
@@ -135,6 +138,15 @@ class ValueMode(TorchDispatchMode):
             return [index]
         rows = self.nonzero(index)
         return [rows.select(1, column) for column in range(index.dim())]
+
+
+def _shifted_draw(tensor: Tensor, low: int, high: int | None, generator: Any = None) -> Tensor | None:
+    """Draw from 0 and shift, which gives the same bits where a type holds all these numbers; None where it does not."""
+    exact = 2 / torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 2**63
+    if high is None or tensor.is_complex() or (low and max(abs(low), abs(high), high - low) > exact):
+        return None
+    drawn = aten.random_.to(tensor, high - low, generator=generator)
+    return drawn.add_(low) if low else drawn
 
 
 def is_number(answer: Answer) -> bool:

@@ -31,6 +31,7 @@ from ...system.python_random import restoring_python_random
 from ..call.call import Call
 from ..call.set_gradients import set_gradient_error
 from ..python_state.draw_in_graph import drawing_for_real
+from ..python_state.refuse_iterators import refuse_iterators
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..scripted_functions import unscripted
 from ..user_checkpoint import without_checkpoint
@@ -76,7 +77,8 @@ def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractCon
         drawing_for_real(),
         torch.random.fork_rng(devices),
         refuse_reseeding(call.module, is_traced=False),
-        AttributeSnapshot(call.module, call.tensors, scopes).restored(),
+        AttributeSnapshot(call.module, call.tensors, scopes).restored() as before,
+        refuse_iterators(before),
         _RestoreWritten((*call.tensors, *(grad for grad in gradients if grad is not None))).restored(),
         without_checkpoint(),
         unscripted(),

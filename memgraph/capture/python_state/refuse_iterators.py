@@ -1,0 +1,155 @@
+"""Refuse what forward takes from an iterator or a file: reading changes such an object, and a step runs no Python.
+
+    mask = next(self.masks)                 a CaptureError that names the model's attribute masks
+    for line in FILE: ...                   the same, for a global
+    for x in self.layers: ...               allowed: it makes an iterator of its own
+
+Nothing says where such an object of Python's own is, or in which state, so an object takes its place while forward
+runs.  One whose class is written in Python has its state in attributes, which are compared elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import CaptureError
+from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.module_attributes import CONSTANTS, HOOKS, STATE
+
+CLOSED = (*CONSTANTS, Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+DEPTH, LARGE = 5, 1_000  # how far containers are looked into, and of how many entries
+WRITING = frozenset({"write", "writelines", "flush"})  # what a log does to a file that may be read too
+
+
+def is_changed_by_reading(thing: object) -> bool:
+    """Return True for an iterator, or a file that can be read, whose state no attribute has."""
+    take = getattr(type(thing), "__next__", None)
+    if take is None or (isinstance(take, FunctionType) and not _is_from_torch(thing)):
+        return False
+    return not isinstance(thing, io.IOBase) or (not thing.closed and thing.readable())
+
+
+def _is_from_torch(thing: object) -> bool:
+    return type(thing).__module__.partition(".")[0] == "torch"
+
+
+@contextmanager
+def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
+    """Raise if a block takes something from such an object of a module, or of what its code refers to."""
+    watch, outer = _Watch(), _Watch(enters_objects=False)  # each of those has a scope of its own
+    try:
+        for (path, part), attributes in zip(before.modules, before.attributes, strict=True):
+            names = [name for name in attributes if name not in (*STATE, *HOOKS, "_modules")]
+            watch.replace_items(f"{path}.{{}}".lstrip("."), vars(part), {name: attributes[name] for name in names})
+        for scope, values in before.outer.values.items():
+            for name, value in values.items():
+                outer.write(scope.title.format(name), value, partial(scope.write, name))
+        yield
+    finally:
+        outer.restore()
+        watch.restore()
+    if errors := watch.errors or outer.errors:
+        raise errors[0]  # forward has caught it
+
+
+class _Watch:
+    """What takes the place of such objects, and how to put these back."""
+
+    def __init__(self, enters_objects: bool = True) -> None:
+        self.enters_objects = enters_objects
+        self.errors: list[CaptureError] = []
+        self._undo: list[Callable[[], object]] = []
+        self._seen = set[int]()
+
+    def restore(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def write(self, label: str, value: Any, write: Callable[[Any], object]) -> None:
+        """Write what takes the place of a value, if there is such an object in it."""
+        if (new := self._replaced(label, value, 0)) is not value:
+            write(new)
+            self._undo.append(lambda: write(value))
+
+    def replace_items(self, label: str, container: Any, items: dict[Any, Any], depth: int = 0) -> None:
+        """Do so for these items of a container, or attributes."""
+        for key, value in items.items():
+            if (new := self._replaced(label.format(key), value, depth)) is not value:
+                container[key] = new
+                self._undo.append(lambda key=key, new=new, value=value: _put_back(container, key, new, value))
+
+    def _replaced(self, label: str, value: Any, depth: int) -> Any:
+        if isinstance(value, CLOSED) or depth > DEPTH or id(value) in self._seen:
+            return value
+        if is_changed_by_reading(value):
+            return _Refusing(label, value, self.errors)
+        self._seen.add(id(value))
+        if isinstance(value, dict | list | deque | tuple) and len(value) > LARGE:
+            return value
+        if type(value) is tuple:
+            new = tuple(self._replaced(f"{label}[{i}]", item, depth + 1) for i, item in enumerate(value))
+            return value if all(map(_is, new, value)) else new
+        if isinstance(value, dict):
+            self.replace_items(f"{label}[{{!r}}]", value, dict(value), depth + 1)
+        elif isinstance(value, list | deque):
+            self.replace_items(f"{label}[{{}}]", value, dict(enumerate(value)), depth + 1)
+        elif not self.enters_objects or _is_from_torch(value):
+            return value
+        elif isinstance(inside := getattr(value, "__dict__", None), dict):
+            self.replace_items(f"{label}.{{}}", inside, dict(inside), depth + 1)
+        return value
+
+
+class _Refusing:
+    """Takes the place of an object that reading changes; what other threads do to it happens."""
+
+    def __init__(self, label: str, thing: Any, errors: list[CaptureError]) -> None:
+        self._label, self._thing, self._errors, self._thread = label, thing, errors, get_ident()
+
+    @property  # type: ignore[misc] # so that `isinstance` holds, as it does in eager
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] # never set
+        return type(self._thing)
+
+    def __iter__(self) -> _Refusing:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._read())
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._thing, name)
+        return getattr(self._read(), name) if callable(value) and name not in WRITING else value
+
+    def _read(self) -> Any:
+        if get_ident() == self._thread:
+            self._errors.append(
+                CaptureError(
+                    f"forward reads {self._label} ({type(self._thing).__name__}), which changes it, but a captured "
+                    "step runs no Python: each would get what the first has read. Read it outside of the module, and "
+                    "give the result as an argument; or keep a list of tensors, and an index in a buffer"
+                )
+            )
+            raise self._errors[-1]
+        return self._thing
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _put_back(container: Any, key: Any, new: Any, value: Any) -> None:
+    """Undo a replacement, unless forward has put something else there."""
+    try:
+        if container[key] is new:
+            container[key] = value
+    except (KeyError, IndexError):
+        pass
