@@ -33,7 +33,7 @@ class Words(nn.Module):
 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How far weights are cut in each attempt."""
+    """The level of blocks in each attempt."""
     found: list[int] = []
 
     def captured(*given: Any, cuts: Cuts, **rest: Any) -> Any:
