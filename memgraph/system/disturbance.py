@@ -48,7 +48,7 @@ class Watch:
 
 
 def waited_us() -> float:
-    """Return the microseconds that this thread has waited for a core since it began; 0 where that is not counted."""
+    """Return the microseconds that this thread has waited for a core so far; 0 if the system counts none."""
     with suppress(OSError, ValueError, IndexError):
         return int(OWN.read_bytes().split()[1]) / 1e3
     return 0.0
@@ -74,7 +74,7 @@ def disturbed_text(share: float) -> str:
 
 
 def _delays() -> dict[str, float]:
-    """Return the seconds that each thread of this process has waited for a core; none where that is not counted."""
+    """Return the seconds that each thread of this process has waited for a core, if the system counts them."""
     found = dict[str, float]()
     with suppress(OSError):
         for task in os.listdir(TASKS):
