@@ -84,5 +84,5 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
     vars(empty).update(vars(tensor))  # a library may look for its own attributes
     if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
-        empty._is_param = True  # type: ignore[attr-defined]
+        empty._is_param = True
     return empty.requires_grad_(tensor.requires_grad)

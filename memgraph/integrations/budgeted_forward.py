@@ -83,16 +83,15 @@ class ModuleBudget:
 
     def uncover(self) -> None:
         """Give the module its own forward again; the plan stays readable."""
-        covering: Any = self._covering
+        covering = self._covering
         self._covering = None
-        if covering is None or OUTERMOST.get(covering.model) is not covering:
-            return
-        model, plain = covering.model, covering.plain
-        del OUTERMOST[model]
-        if vars(model).get("forward") is covering:
-            del model.forward
-            if not _is_of_class(plain, model):
-                model.forward = plain
+        if covering is not None and OUTERMOST.get(covering.model) is covering:
+            model, plain = covering.model, covering.plain
+            del OUTERMOST[model]
+            if vars(model).get("forward") is covering:
+                del model.forward
+                if not _is_of_class(plain, model):
+                    model.forward = plain
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count the states of an optimizer from the next call on."""
