@@ -1,4 +1,4 @@
-"""What forward takes from an iterator or a file is refused: each step would get what the first has taken."""
+"""Taking from an iterator or a file in forward is refused: each step would get what the first has taken."""
 
 from __future__ import annotations
 
