@@ -82,6 +82,6 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
     with mode, torch.no_grad():
         device = CPU if tensor.device.type == "meta" and role.kind != "input" else tensor.device
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
-        empty._is_param = True  # type: ignore[attr-defined]
+        if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
+            return nn.Parameter(empty, tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
