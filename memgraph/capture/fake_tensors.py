@@ -82,7 +82,7 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
     with mode, torch.no_grad():
         device = CPU if tensor.device.type == "meta" and role.kind != "input" else tensor.device
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
+            empty = nn.Parameter(empty, tensor.requires_grad)
     vars(empty).update(vars(tensor))  # a library may look for its own attributes
-    if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
-        empty._is_param = True
     return empty.requires_grad_(tensor.requires_grad)
