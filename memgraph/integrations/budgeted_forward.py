@@ -203,8 +203,8 @@ class BudgetedForward:
     Attributes:
         plain: the forward that was in its place.
         shared: the module that is compiled.
-        is_of_another: `plain` is not that of the module's class.  Who makes a forward of their own makes a loss of any of
-            its outputs, so all are planned for, if that fits.
+        is_of_another: `plain` is not that of the module's class.  Who makes a forward of their own makes a loss of any
+            of its outputs, so all are planned for, if that fits.
     """
 
     def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
