@@ -4,11 +4,11 @@ budget = ModuleBudget("8GB", {})
 budget.cover(model)                              ->   model(x) runs a planned step, and is the same module
 model.scale = 2.0                                ->   the next step is one with that scale
 model.forward = autocast(model.forward)          ->   the planned forward, in another one
-budget.cover(model)                              ->   both are planned, as one step
+model.forward = another; budget.cover(model)     ->   the other one is planned
 model.generate(ids)                              ->   runs the plain forward
 
-Trainers wrap forward, or put another in its place, when they like. So it is covered again before each step: the
-outermost forward is planned, and all below it are plain.
+Trainers wrap forward, or put another in its place, when they like. So it is looked at before each step. One that says
+that it wraps the planned forward stays around it; another is planned itself, and all that it calls are plain.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModuleBudget:
             UnplannedError: torch.compile, or another library, runs the calls of `model`, or of a part of it.
         """
         covering = self._covering
-        if covering is not None and vars(model).get("forward") is covering and OUTERMOST.get(model) is covering:
+        if covering is not None and CURRENT.get(model) is covering and covering in _wrapped(model.forward):
             return
         refuse_compiled(model)
         for path, part in model.named_modules():
@@ -79,15 +79,15 @@ class ModuleBudget:
         if covering is not None and covering.model is not model:
             self.uncover()
         self.compiled, self._covering = None, BudgetedForward(self, model, own)
-        OUTERMOST[model] = model.forward = self._covering
+        CURRENT[model] = model.forward = self._covering
 
     def uncover(self) -> None:
         """Give the module its own forward again; the plan stays readable."""
         covering = self._covering
         self._covering = None
-        if covering is not None and OUTERMOST.get(covering.model) is covering:
+        if covering is not None and CURRENT.get(covering.model) is covering:
             model, plain = covering.model, covering.plain
-            del OUTERMOST[model]
+            del CURRENT[model]
             if vars(model).get("forward") is covering:
                 del model.forward
                 if not _is_of_class(plain, model):
@@ -198,13 +198,13 @@ class ModuleBudget:
 
 
 class BudgetedForward:
-    """A forward that is planned while it is the outermost one of its module, and plain below another.
+    """A forward that is planned while it is the current one of its module, and plain later on.
 
     Attributes:
         plain: the forward that was in its place.
         shared: the module that is compiled.
-        is_of_another: neither the class of the module has made `plain`, nor does it call an earlier one of these.  Who
-            makes a forward of their own makes a loss of any of its outputs, so all are planned for, if that fits.
+        is_of_another: `plain` is not that of the module's class.  Who makes a forward of their own makes a loss of any
+            of its outputs, so all are planned for, if that fits.
     """
 
     def __init__(self, budget: ModuleBudget, model: nn.Module, own: Callable[[], dict[str, Any]]) -> None:
@@ -219,18 +219,16 @@ class BudgetedForward:
             self.shared.__dict__["forward"] = MethodType(found.__func__, self.shared) if is_method else found
         else:
             self.shared.__dict__.pop("forward", None)
-        self.is_of_another = not _is_of_class(found, model) and not any(
-            isinstance(inner, BudgetedForward) for inner in _wrapped(found)
-        )
+        self.is_of_another = not _is_of_class(found, model)
         update_wrapper(self, found)  # whoever asks for arguments of forward sees those of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if OUTERMOST.get(self.model) is self:
+        if CURRENT.get(self.model) is self:
             return self.budget.run(self, args, kwargs)
         return self.plain(*args, **kwargs)
 
 
-OUTERMOST: WeakKeyDictionary[nn.Module, BudgetedForward] = WeakKeyDictionary()
+CURRENT: WeakKeyDictionary[nn.Module, BudgetedForward] = WeakKeyDictionary()
 
 
 def _wrapped(forward: Any) -> Iterator[Any]:
