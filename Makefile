@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
+LIBRARIES = .venv/libraries
 CUDA_READY = .venv-cuda/ready
 CUDA_TORCH = torch==2.14.1
 CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow transformers timm torchvision diffusers torch_geometric
@@ -19,10 +20,11 @@ demo: bench-demo
 test: $(READY)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Those of tests/long_tests.txt, or with the mark; no further one begins after WITHIN_LONG seconds.
+# Those of tests/long_tests.txt, or with the mark, and with libraries that train beside memgraph; no further one begins
+# after WITHIN_LONG seconds.
 WITHIN_LONG ?= 3600
 
-long: $(READY)
+long: $(LIBRARIES)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) -m long --within $(WITHIN_LONG)
 
 slow: $(READY)
@@ -89,6 +91,10 @@ $(CUDA_READY): pyproject.toml constraints.txt
 	grep -v '^\(torch\|triton\|setuptools\|networkx\)==' constraints.txt > .venv-cuda/constraints.txt
 	.venv-cuda/bin/pip freeze | grep '^\(torch\|triton\)==' >> .venv-cuda/constraints.txt
 	nice .venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e . $(CUDA_WANTS)
+	touch $@
+
+$(LIBRARIES): $(READY)
+	.venv/bin/pip install --quiet -c constraints.txt -e '.[libraries]'
 	touch $@
 
 # The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.

@@ -237,7 +237,7 @@ def test_a_compiled_module_is_of_the_class_and_takes_what_the_plain_one_takes() 
     assert isinstance(compiled, Frozen)
     assert isinstance(compiled, memgraph.CompiledModule)
     assert type(compiled) is not Frozen
-    assert (compiled._get_name(), repr(compiled)) == ("Frozen", f"CompiledModule({plain!r})")
+    assert (compiled._get_name(), repr(compiled)) == ("Frozen", f"CompiledModule({plain!r}, budget='1GB')")
     assert str(inspect.signature(compiled.forward)) == "(x: 'Tensor', *, scale: 'float' = 1.0)"
     losing = memgraph.compile(plain, ROOM, loss=nn.MSELoss(), microbatches=2)
     assert list(inspect.signature(losing.forward).parameters) == ["x", "scale", "target"]

@@ -70,7 +70,7 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_a_call_that_fails_before_it_is_planned_is_an_error_on_all_ranks(gather: str) -> None:
     (texts, first), (own, second) = on_ranks(2, _failing, gather)
-    assert own[0].startswith("UpdateError: Fussy can't be planned")
+    assert own[0].startswith("UntriedUpdateError: Fussy can't be planned")
     assert texts[0].startswith("AgreementError: the ranks disagree on the planning of the step: without error on rank")
     assert "UpdateError: Fussy can't be planned" in texts[0] and "on rank 1" in texts[0]
     assert (
