@@ -164,10 +164,7 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
             raise CaptureError(f"{place}: {CUMULATIVE_AVERAGE.reason}\n{CUMULATIVE_AVERAGE.advice}") from error
         raise
     except Exception as error:
-        running = module_running(error.__traceback__, module)
-        place = source_line(error.__traceback__)
-        if running:
-            place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
+        place = _place(error, module)
         explanation = _find(str(error), error) or _explain_failed_op(error, mode)
         if explanation is None:
             if type(error) is RuntimeError and is_torchs(error.__traceback__):
@@ -177,6 +174,25 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
         raise CaptureError(f"the step can't be captured at {place}: {reason}\n{advice}\ntorch says: {error}") from error
     finally:
         mode.failed = None  # it holds all frames of the trace
+
+
+def only_in_trace(error: Exception, module: nn.Module) -> CaptureError:
+    """Return the error for what forward raises on a trace's tensors, and not on real ones; or backward, which is not
+    tried."""
+    explained = CaptureError(
+        f"the step can't be captured at {_place(error, module)}: what runs there raises on tensors without values, and "
+        "forward does not on real ones\nask for shapes and types alone (isinstance(x, torch.Tensor)) and compute with "
+        "torch ops; make an op of what needs more, with torch.library.custom_op and register_fake; or leave it out of "
+        f"the module\n{type(error).__name__}: {error}"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _place(error: Exception, module: nn.Module) -> str:
+    """Return the line that raises, with the submodule that runs."""
+    running, place = module_running(error.__traceback__, module), source_line(error.__traceback__)
+    return f"{place}, in {running[0]} ({type(running[1]).__name__})" if running else place
 
 
 def refuse_hooks(module: nn.Module) -> None:

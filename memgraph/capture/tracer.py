@@ -21,6 +21,7 @@ from ..opaque.chosen_parts import OpaqueParts
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from ..tensors.traced_number import TracedFloat, TracedInt
+from .explain_errors import only_in_trace
 from .floats.type_checks import TypeChecks
 from .reentrant_forward import can_run_again
 from .trace_call import Request, trace_call
@@ -69,6 +70,10 @@ class Tracer:
                 self.needs_values = self.values is None
             except CaptureError as error:
                 self.parts.add(error)
+            except Exception as error:
+                if self._raises_in_eager(error):
+                    raise
+                self.parts.add(only_in_trace(error, self.request.module))
 
     def _layers(self) -> AbstractContextManager[None]:
         return whole_layers(False) if self.unrolls else nullcontext()
@@ -92,6 +97,18 @@ class Tracer:
         captured, self.needed = traced(), needed
         LOG.info("numbers that forward reads from tensors are guarded by their values: %s", needed)
         return captured
+
+    def _raises_in_eager(self, error: Exception) -> bool:
+        """Return True if an error is memgraph's, or if the plain forward raises as well, or if that can't be known."""
+        request = self.request
+        is_ours = type(error).__module__.partition(".")[0] == "memgraph"
+        if is_ours or request.floats is not None or request.sizes is not None:
+            return True
+        try:
+            self._run()
+        except Exception:
+            return True
+        return False
 
     def _run(self) -> None:
         self.needs_values = False

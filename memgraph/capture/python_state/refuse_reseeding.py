@@ -4,6 +4,7 @@
     with torch.random.fork_rng(): ...                   allowed: reads and writes of a state are ops of the graph
     noise = torch.rand(4, generator=self.generator)     allowed: the graph draws from it in every step
     y.data = y * 2                                      a CaptureError: no op is recorded for it
+    y.data_ptr(), copy.deepcopy(y)                      the same
 
 Torch's own code may do all of it: only calls from elsewhere are refused.
 """
@@ -32,13 +33,18 @@ from ...system.frames import MEMGRAPH, TORCH
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
 # Files that only pass calls on.
-BETWEEN = (torch.random.__file__, torch.cuda.random.__file__, _compile.__file__, eval_frame.__file__, __file__)
+BETWEEN = (
+    torch.random.__file__, torch.cuda.random.__file__, torch.utils.dlpack.__file__, _compile.__file__,
+    eval_frame.__file__, __file__,
+)  # fmt: skip
 INSTEAD = (
     "seed outside of the module, or draw from a torch.Generator that the module makes in __init__ and seeds nowhere "
     "else"
 )
 TRACING = threading.local()  # has `on` in the thread that traces
 DATA: Any = torch.Tensor.data
+# Torch's own give a traced tensor an address of 0, crash, or copy the whole trace.
+READ_MEMORY = ("data_ptr", "__dlpack__", "__deepcopy__", "__reduce_ex__")
 
 
 @contextmanager
@@ -100,6 +106,9 @@ def _guarded(is_traced: bool) -> Iterator[None]:
                 guarded = _refusing(f"torch.cuda.{name}", getattr(device, name), STATE_OPS.get(name), is_traced)
                 stack.enter_context(mock.patch.object(device, name, guarded))
         stack.enter_context(mock.patch.object(FakeTensor, "data", property(DATA.__get__, _set_data), create=True))
+        for name in READ_MEMORY:
+            reading = _reading(name, getattr(FakeTensor, name))
+            stack.enter_context(mock.patch.object(FakeTensor, name, reading, create=True))
         yield
 
 
@@ -174,6 +183,21 @@ STATE_OPS: Mapping[str, Callable[..., Any]] = {
     "get_state": partial(_read_state, "cpu"), "set_state": partial(_write_state, device="cpu"),
     "get_rng_state": _read_state, "set_rng_state": _write_state,
 }  # fmt: skip
+
+
+def _reading(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that a user can't call, since a traced tensor has no memory."""
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (caller := _caller()) is not None:
+            raise CaptureError(
+                f"forward reads the memory of a tensor ({name}) at {caller[0]}, for which no op is recorded: clone it "
+                "instead of copying or pickling it; compute with torch ops, or make an op of what needs its memory "
+                "with torch.library.custom_op and register_fake"
+            )
+        return plain(tensor, *args, **kwargs)
+
+    return read
 
 
 def _refuse(what: str, place: str) -> NoReturn:

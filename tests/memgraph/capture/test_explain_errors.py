@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from tests.support.compare import same_gradients
 
 ROOM = "1GB"
 
@@ -196,3 +198,68 @@ def test_averages_over_all_batches_that_are_refused_say_what_helps_and_that_does
     memgraph.compile(Around(norm), ROOM)(batches[0])
     norm.momentum = 0.1
     memgraph.compile(norm, ROOM)(batches[0])
+
+
+def checked(h: Tensor) -> Tensor:
+    if type(h) is not Tensor:
+        raise TypeError("h has to be a tensor")
+    return h
+
+
+class Checking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> Tensor:
+        return checked(tangents[0]) * 2
+
+
+class Then(nn.Linear):
+    def __init__(self, then: Any) -> None:
+        super().__init__(4, 4)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.then(super().forward(x))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (checked, r"(?s)test_explain_errors\.py:\d+ in checked.*isinstance\(x, torch\.Tensor\).*h has to be a tensor"),
+        (Checking.apply, r"(?s)test_explain_errors\.py:\d+ in checked.*custom_op.*h has to be a tensor"),
+        (lambda h: h * bool(h.data_ptr()), r"reads the memory of a tensor \(data_ptr\).*custom_op"),
+        (lambda h: h * torch.from_dlpack(h.detach()), r"reads the memory of a tensor \(__dlpack__\)"),
+        (lambda h: h * copy.deepcopy(h.detach()), r"reads the memory of a tensor \(__deepcopy__\).*clone it"),
+        (lambda h: h * pickle.loads(pickle.dumps(h.detach())), r"reads the memory of a tensor \(__reduce_ex__\)"),
+        (lambda h: h * h.detach().share_memory_(), r"(?s)forward does not on real ones.*RuntimeError: "),
+        (lambda h: h * torch.quantize_per_tensor(h.detach(), 0.1, 0, torch.qint8).dequantize(), r"a quantized tensor"),
+    ],
+)
+def test_what_only_fails_in_a_trace_is_refused_with_what_helps(then: Any, said: str) -> None:
+    with pytest.raises(memgraph.CaptureError, match=said):
+        memgraph.compile(Then(then), ROOM)(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_submodule_that_only_fails_in_a_trace_runs_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Then(checked))
+    twin, x = copy.deepcopy(model), torch.ones(2, 4)
+    compiled = memgraph.compile(model, ROOM)
+    for each in (compiled, twin):
+        each(x).sum().backward()
+    assert same_gradients(model, twin)
+
+
+def test_an_error_of_ones_own_stays_as_it_is() -> None:
+    class OwnError(Exception):
+        pass
+
+    def fail(h: Tensor) -> Tensor:
+        raise OwnError("mine")
+
+    with pytest.raises(OwnError, match="^mine$"):
+        memgraph.compile(Then(fail), ROOM)(torch.ones(2, 4))
