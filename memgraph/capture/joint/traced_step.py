@@ -97,7 +97,7 @@ class TracedStep:
         self.numbers.tracer = tracer
         numbers = self.numbers if self.mode.has_numbers else None
         with (
-            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer.root))),
+            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer))),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
             self._running(values),
         ):

@@ -62,7 +62,7 @@ def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
 
 
 class _Watch:
-    """What takes the place of such objects, and how to put these back."""
+    """Puts others in the place of such objects, and puts these back."""
 
     def __init__(self, enters_objects: bool = True) -> None:
         self.enters_objects = enters_objects
@@ -85,7 +85,7 @@ class _Watch:
         for key, value in items.items():
             if (new := self._replaced(label.format(key), value, depth)) is not value:
                 container[key] = new
-                self._undo.append(lambda key=key, new=new, value=value: _put_back(container, key, new, value))
+                self._undo.append(partial(_put_back, container, key, new, value))
 
     def _replaced(self, label: str, value: Any, depth: int) -> Any:
         if isinstance(value, CLOSED) or depth > DEPTH or id(value) in self._seen:

@@ -50,7 +50,7 @@ class Megatron(Inner):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> Any:
-        assert torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined]
+        assert torch.autograd._is_checkpoint_valid()
         before = torch.get_rng_state()
         torch.set_rng_state(ctx.state)
         x = detached(ctx.saved_tensors[0])
@@ -117,9 +117,8 @@ def checkpointed(kind: Any, run: Any, x: Tensor, *blocks: nn.Module) -> Tensor:
     more: list[Tensor] = []
     if kind is GuidedDiffusion:
         more = [parameter for block in blocks for parameter in block.parameters()]
-    made: Tensor = (
-        kind.apply(run, torch.empty(0, requires_grad=True), x) if kind is FairScale else kind.apply(run, x, *more)
-    )
+    apply: Any = kind.apply
+    made: Tensor = apply(run, torch.empty(0, requires_grad=True), x) if kind is FairScale else apply(run, x, *more)
     return made
 
 
@@ -143,7 +142,7 @@ class Stack(nn.Module):
 
 
 class Nested(Stack):
-    """A checkpoint in a checkpoint of two blocks, one of which is frozen in part."""
+    """A checkpoint in a checkpoint of two blocks. One of these is frozen."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__(kind)
