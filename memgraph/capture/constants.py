@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -57,8 +58,9 @@ def share_literals(graph: fx.GraphModule) -> None:
             setattr(graph, str(node.target), _literals.setdefault(key, value))
 
 
-def real_tensors(root: nn.Module) -> list[Tensor]:
+def real_tensors(tracer: Any) -> list[Tensor]:
     """Return the tensors that a traced graph holds."""
+    root: nn.Module = tracer.root
     return [value for value in (*root.parameters(), *vars(root).values()) if isinstance(value, Tensor)]
 
 

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
-from ...graph.nodes import drop_aliases, drop_dead, returned_values, tensors
-from ...graph.provenance import PROVENANCE
+from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.attribute_writes import AttributeWrites, attribute_writes
 from ...opaque.recorder import Recorder
@@ -25,7 +24,6 @@ from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_number import ValueNeededError
 from ..call.call import Call
-from ..call.require_strided import require_strided
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
@@ -62,9 +60,6 @@ def trace_joint(
         if mode.sizes is not None:
             writes.require_plain_values()
     describe_constants(graph, mode)
-    for node in graph.graph.nodes:
-        for quantized in (value for value in tensors(node) if value.is_quantized):
-            require_strided(quantized, f"what forward makes at {node.meta[PROVENANCE]['where']}")
     refuse_trained_constants(step.trained, call.module)
     return replace(step.joint_graph(graph), writes=writes)
 

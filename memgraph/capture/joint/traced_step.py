@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -97,9 +97,8 @@ class TracedStep:
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
         self.numbers.tracer = tracer
         numbers = self.numbers if self.mode.has_numbers else None
-        root: torch.nn.Module = cast(Any, tracer).root
         with (
-            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(root))),
+            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer))),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
             self._running(values),
         ):

@@ -62,7 +62,7 @@ def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
 
 
 class _Watch:
-    """Puts other objects in the place of such ones, and puts these back."""
+    """Puts others in the place of such objects, and puts these back."""
 
     def __init__(self, enters_objects: bool = True) -> None:
         self.enters_objects = enters_objects

@@ -142,9 +142,10 @@ def _tensor_split(plain: Callable[..., Any], x: Tensor, parts: Any = None, dim: 
 def _tensor(plain: Callable[..., Tensor], data: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Make a tensor of a list with tensors in it."""
     leaves = tree_leaves(data) if isinstance(data, list | tuple) else []
-    dtype: Any = kwargs.get("dtype") or _type_of(leaves)
-    if _type_of(leaves) is None or args:
+    inferred = _type_of(leaves)
+    if inferred is None or args:
         return plain(data, *args, **kwargs)
+    dtype = kwargs.get("dtype") or inferred
     if not all(_is_stored_as(leaf, dtype) for leaf in leaves):
         return plain(tree_map_only(Tensor, Tensor.tolist, data), **kwargs)
     device = kwargs.get("device")

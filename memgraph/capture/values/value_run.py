@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,9 +58,8 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     Raises whatever forward raises.
     """
     read: list[object] = []  # of what autograd would have saved
-    read_saved: Any = read.append
     try:
-        return _run(call, measure, recording, saved_tensors_hooks(lambda tensor: None, read_saved))
+        return _run(call, measure, recording, saved_tensors_hooks(lambda tensor: None, partial(_refuse_backward, read)))
     except Exception:
         if not read:
             raise
@@ -98,6 +98,11 @@ def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractCon
     if changed:
         raise set_gradient_error(changed[0], "forward")
     return ValueRun(tuple(mode.answers), nbytes)
+
+
+def _refuse_backward(read: list[object], saved: None) -> NoReturn:
+    read.append(saved)
+    raise RuntimeError("forward differentiates by itself")
 
 
 class RecordValues(ValueMode):

@@ -142,7 +142,7 @@ class Stack(nn.Module):
 
 
 class Nested(Stack):
-    """A checkpoint in a checkpoint of two blocks, with some frozen parameters."""
+    """A checkpoint in a checkpoint of two blocks. One of these is frozen."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__(kind)

@@ -1,4 +1,4 @@
-"""What stands for a parameter in a trace is a parameter to forward, as torch.nn.utils.parametrize and PEFT ask."""
+"""Forward finds parameters, lists of tensors become a tensor, and numbers between two are drawn, as in eager."""
 
 from __future__ import annotations
 

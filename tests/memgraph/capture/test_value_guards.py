@@ -197,7 +197,7 @@ def test_values_that_never_repeat_get_one_warning_with_the_line() -> None:
 
 
 def test_a_value_that_differs_when_the_same_call_runs_again_is_refused() -> None:
-    clock = SimpleQueue[int]()  # whose state nobody sees
+    clock = SimpleQueue[int]()  # its state does not show
     for number in range(20):
         clock.put(number)
 

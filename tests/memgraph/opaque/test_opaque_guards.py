@@ -87,7 +87,7 @@ def test_a_later_guard_that_fails_undoes_what_a_part_has_changed() -> None:
 
 
 def test_a_part_that_is_not_the_same_when_it_runs_again_is_refused_when_it_is_captured() -> None:
-    calls = SimpleQueue[int]()  # whose state nobody sees
+    calls = SimpleQueue[int]()  # its state does not show
     for number in range(20):
         calls.put(number)
 

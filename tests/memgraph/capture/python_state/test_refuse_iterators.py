@@ -1,4 +1,4 @@
-"""Taking from an iterator or a file in forward is refused: each step would get what the first has taken."""
+"""A forward that reads an iterator or a file is refused: each step would get what the first has read."""
 
 from __future__ import annotations
 
