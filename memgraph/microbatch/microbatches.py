@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..graph.provenance import running_microbatch
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.module_proxy import ModuleProxy
-from ..tensors.pytree import Spec, flatten, unflatten
+from ..tensors.loss_outputs import custom_functions
+from ..tensors.pytree import Spec, flatten, tensors_of, unflatten
 
 INSTEAD = "use microbatches=1"
 
@@ -61,10 +64,26 @@ class MicroBatches(ModuleProxy):
         with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
             before.refuse_leaks(allowed)
+        _keep_in_backward(self._module, named, tensors_of(flatten(result)[0]))
         # Recurrent layers keep a list of their weights, which would keep the aliases.
         if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
         return MicroBatch.of(result, rows, targets)
+
+
+def _keep_in_backward(module: nn.Module, named: dict[str, Tensor], results: Sequence[Tensor]) -> None:
+    """Let functions whose backward runs a part of the module again find the parameters of their micro-batch there."""
+    for node in custom_functions(result.grad_fn for result in results):
+        running = ExitStack()
+
+        def begin(_: object, running: ExitStack = running) -> None:
+            running.enter_context(stateless._reparametrize_module(module, named, tie_weights=True))
+
+        def end(*_: object, running: ExitStack = running) -> None:
+            running.close()
+
+        node.register_prehook(begin)
+        node.register_hook(end)
 
 
 @dataclass(frozen=True)

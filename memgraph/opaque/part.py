@@ -28,7 +28,7 @@ from ..graph.result_layout import Layout, empty, layout
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.outer_scopes import NO_SCOPES, OuterScopes
 from ..guards.variable_scope import OuterVariable
-from ..tensors.loss_outputs import has_custom_functions, reachable_nodes
+from ..tensors.loss_outputs import custom_functions
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
 from .inputs import Inputs, as_leaves
@@ -263,7 +263,7 @@ class OpaquePart:
         pairs = [(x, tangent) for x, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         roots, given = [x for x, _ in pairs], [tangent for _, tangent in pairs]
         trained = {place: leaves[place] for place in sorted(self.inputs.trained)}
-        runs_python = has_custom_functions(reachable_nodes(root.grad_fn for root in roots))
+        runs_python = bool(custom_functions(root.grad_fn for root in roots))
         is_new = runs_python and tangents_key(tangents) not in self.backwards
         before = AttributeSnapshot(self.module) if is_new else None
         with (

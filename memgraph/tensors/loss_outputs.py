@@ -66,9 +66,9 @@ def reachable_nodes(roots: Iterable[Node | None]) -> list[Node]:
     return list(reached)
 
 
-def has_custom_functions(nodes: Iterable[Node]) -> bool:
-    """Return True if autograd nodes are functions of the user's, whose backward is Python."""
-    return any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in nodes)
+def custom_functions(roots: Iterable[Node | None]) -> list[Node]:
+    """Return the functions of the user's among the autograd nodes that are reached: their backward is Python."""
+    return [node for node in reachable_nodes(roots) if isinstance(node, BackwardCFunction) and not _is_ours(node)]
 
 
 def _is_ours(node: BackwardCFunction) -> bool:

@@ -12,13 +12,14 @@ from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import stateless
 
+from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...graph.counters import Counter
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...opaque.traced_parts import TracedParts, find_sums
-from ...tensors.loss_outputs import OutputSelector, has_custom_functions, reachable_nodes
+from ...tensors.loss_outputs import OutputSelector, custom_functions, reachable_nodes
 from ...tensors.pytree import Spec, flatten
 from ...tensors.traced_size import with_arguments
 from ..call.call import Call
@@ -108,6 +109,7 @@ class TracedStep:
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
             refuse_set_gradients(self.inputs, values, "a function's backward")
+            self._refuse_lost(answers.trained, values)
         self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)
@@ -153,8 +155,7 @@ class TracedStep:
         """Return the gradients of all inputs that require one, for tangents that become further placeholders."""
         candidates = differentiable(outputs)
         self.differentiable = tuple(candidates)
-        nodes = reachable_nodes(output.grad_fn for output in candidates.values())
-        self.has_custom_functions = has_custom_functions(nodes)
+        self.has_custom_functions = bool(custom_functions(output.grad_fn for output in candidates.values()))
         needed = [i for i, value in enumerate(values) if value.requires_grad]
         roots = self.wanted(candidates) if needed else ()
         if not roots:
@@ -176,6 +177,16 @@ class TracedStep:
         refuse_sparse(grads)
         self.outputs += tuple(map(gradient_role, grads))
         return list(grads.values())
+
+    def _refuse_lost(self, trained: set[int], values: Sequence[Tensor]) -> None:
+        """Raise if a function's backward runs a block again whose parameters get no gradient."""
+        lost = [role for role, value in zip(self.inputs, values, strict=False) if id(value) in trained]
+        for role in lost:
+            if gradient_role(role) not in self.outputs:
+                raise CaptureError(
+                    f"the backward of an autograd.Function runs a block again that reads {role.label}, which gets no "
+                    "gradient: use torch.utils.checkpoint in place of the Function"
+                )
 
     def _begin_backward(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
         """Record the provenance of backward's ops, and which tensors besides the inputs it reaches."""

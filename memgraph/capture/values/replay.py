@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
 from ...graph.aten_shims import SUM_ROWS
@@ -40,6 +41,7 @@ class ReplayValues(ValueMode):
         if numbers is not None:
             numbers.next_guard = self._next
         self.in_backward = False
+        self.trained: set[int] = set()  # ids of leaves that Python in backward reads, to differentiate
         self._given = iter(answers or ())
         self._number = 0
         self._rows: dict[object, Tensor] = {}  # of masks in forward
@@ -47,6 +49,12 @@ class ReplayValues(ValueMode):
         self._counts: dict[object, int] = {}  # of values that masks select
         self._row_masks: dict[object, Tensor] = {}  # to whose rows forward writes one row
         self._rows_to_sum: list[tuple[Tensor, Tensor, Tensor]] = []  # with their source and mask
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.in_backward and torch.is_grad_enabled():
+            read = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.trained.update(id(leaf) for leaf in read if leaf.requires_grad and leaf.is_leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def values(self, tensor: Tensor) -> Scalars:
         known = self.constant(tensor)

@@ -115,7 +115,7 @@ KINDS: list[Any] = [Inner, Megatron, DeepSpeed, FairScale, GuidedDiffusion]
 
 def checkpointed(kind: Any, run: Any, x: Tensor, *blocks: nn.Module) -> Tensor:
     more: list[Tensor] = []
-    if kind is GuidedDiffusion:
+    if issubclass(kind, GuidedDiffusion):
         more = [parameter for block in blocks for parameter in block.parameters()]
     apply: Any = kind.apply
     made: Tensor = apply(run, torch.empty(0, requires_grad=True), x) if kind is FairScale else apply(run, x, *more)
@@ -226,6 +226,30 @@ def test_it_does_under_the_smallest_budget(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_may_update_what_such_a_function_trains(kind: Any) -> None:
     trains_as_eager(lambda: Stack(kind), fuse_update=True)
+
+
+@pytest.mark.parametrize("kind", [Inner, GuidedDiffusion])
+def test_each_micro_batch_has_its_gradients(kind: Any) -> None:
+    model = Whole(kind)
+    twin = copy.deepcopy(model)
+    memgraph.compile(model, ROOM, microbatches=2, reduction="mean")(X).backward()
+    for rows in X.chunk(2):
+        (twin(rows) / 2).backward()
+    assert same_gradients(model, twin)
+
+
+class Silent(GuidedDiffusion):
+    """Runs its block again, and returns no gradient of the parameters that it is given."""
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> Any:
+        first, gradient, *rest = GuidedDiffusion.backward(ctx, *tangents)
+        return first, gradient, *(None for _ in rest)
+
+
+def test_a_block_that_runs_again_and_gets_no_gradient_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match=r"runs a block again that reads parameter part\.block\.0\.weight"):
+        memgraph.compile(Whole(Silent), ROOM)(X)
 
 
 @pytest.mark.parametrize("kind", [Inner, Megatron, GuidedDiffusion])

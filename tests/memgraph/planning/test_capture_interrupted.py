@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import warnings
-from types import SimpleNamespace
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -25,17 +25,18 @@ class Interrupted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
-        while isinstance(y, FakeTensor) and next(LEFT.left, 0):
+        while isinstance(y, FakeTensor) and not LEFT.empty():
+            LEFT.get()
             signal.raise_signal(signal.SIGINT)
         warnings.warn("the end of forward", UserWarning, stacklevel=1)
         return y * 2
 
 
-LEFT = SimpleNamespace(left=iter(()))  # interrupts
+LEFT = SimpleQueue[int]()  # interrupts; its state does not show
 
 
-def test_the_trace_ends_before_the_interrupt_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LEFT, "left", iter((1,)))
+def test_the_trace_ends_before_the_interrupt_is_raised() -> None:
+    LEFT.put(1)
     module = Interrupted()
     plain = copy.deepcopy(module)
     compiled = memgraph.compile(module, ROOM)
@@ -45,8 +46,9 @@ def test_the_trace_ends_before_the_interrupt_is_raised(monkeypatch: pytest.Monke
     assert torch.equal(compiled(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
-def test_a_second_interrupt_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LEFT, "left", iter((1, 1)))
+def test_a_second_interrupt_is_raised_at_once() -> None:
+    LEFT.put(1)
+    LEFT.put(1)
     compiled = memgraph.compile(Interrupted(), ROOM)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
         compiled(torch.ones(2, 4))
