@@ -88,7 +88,7 @@ def _start_autograd() -> None:
         _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
         suppress(RuntimeError),  # in such a child: a backward of its own will say so
     ):  # fmt: skip
-        torch.zeros((), device="cpu", requires_grad=True).backward()
+        torch.zeros(0, device="cpu", requires_grad=True).backward(torch.zeros(0, device="cpu"))
 
 
 _measured: set[Any] = set()  # ops that ran uncached at least once in this process

@@ -53,6 +53,8 @@ def run_layers(
     dropout: float, train: bool, bidirectional: bool, batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Run recurrent layers, each as one op, and return what torch's own function does; None if it makes few ops."""
+    if dropout and train:
+        return None  # whole layers draw what is dropped in another order than eager
     states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
     each, directions = len(weights) // layers, 2 if bidirectional else 1
     layer = Layer(kind, tuple(batch_sizes), has_biases, train, bidirectional)

@@ -79,7 +79,7 @@ def test_the_order_in_which_submodules_are_given_plays_no_part() -> None:
 
 
 def test_there_are_no_more_parts_than_rows() -> None:
-    model = memgraph.compile(headed(), ROOM, slices={"head": 10**9}, offload=None, time_limit=0)
+    model = memgraph.compile(headed(), ROOM, slices={"head": 10**6}, offload=None, time_limit=0)
     x, labels = torch.arange(12).view(2, 6), torch.arange(12).view(2, 6)
     model(x, labels).backward()
     (cut,) = model.plan.slices
