@@ -6,6 +6,7 @@ from .ir.invariants import BrokenTrace, check
 from .ir.liveness import Lifetime, lifetimes
 from .ir.machine import Cast, Link, Machine, Network, Streaming
 from .ir.trace import INPUTS, Op, Storage, Trace, parse
+from .lp.problem import proven_nbytes
 from .lp.verify_bound import proven_us
 from .pipeline import PASSES, make_plan
 from .simulate.bound_proof import NO_PROOFS, BoundProof, BoundProofs, parse_proofs
@@ -48,5 +49,6 @@ __all__ = [
     "parse_plan",
     "parse_proofs",
     "predict",
+    "proven_nbytes",
     "proven_us",
 ]

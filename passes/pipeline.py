@@ -160,10 +160,10 @@ def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK
     """Return the plan that is found if all ops take equally long, and no link is measured, whether it fits or not.
 
     It is the same in each process, so a budget that an error names works in all of them.  Where none can fit, the
-    search ends at a pass that is within 2 % of the bytes that every plan needs.
+    search ends at a pass that needs no more bytes than every plan does.
     """
     nominal, found, least = machine.nominal, list[PlanResult](), proven_nbytes(trace, machine)
-    enough = int((1 + GOOD_GAP) * least) if least > machine.budget else 0
+    enough = least if least > machine.budget else 0
     for order in _orders(with_nominal_times(trace), nominal):
         found.append(_run(_unplanned(order, nominal), nominal, quick, quiet, 0.0, enough=enough)[0])
         if found[-1].forecast.peak <= enough:

@@ -18,9 +18,9 @@ from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..optim.fake_step import fake_step_nbytes
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
-from ..optim.optimizer_clone import clone_optimizer, distinct_steps, state_tensors
+from ..optim.optimizer_clone import clone_optimizer, distinct_steps
 from ..system.device import CPU
-from ..tensors.parameter_groups import parameter_groups
+from ..tensors.parameter_groups import parameter_groups, state_tensors
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from torch import fx
 
 from ..errors import CaptureError
 from .captured import Captured
-from .gradient_sums import arrivals
-from .nodes import drop_dead, is_lazy, returned_values
+from .gradient_sums import ADD_ARRIVAL, COPIES, arrivals
+from .nodes import is_lazy, returned_values
 from .ops import accumulate
 from .rewrite import copy_graph
 
@@ -30,7 +30,7 @@ def accumulate_grads(captured: Captured, hooked: Container[str]) -> fx.Graph:
     inputs, results = graph.find_nodes(op="placeholder"), returned_values(graph)
     roles = zip(captured.graph_inputs, inputs, strict=True)
     owners = {(role.name, role.rows): node for role, node in roles if role.kind == "parameter"}
-    last_input = inputs[-1]
+    last_input, sums = inputs[-1], list[fx.Node]()
     for place, role in enumerate(captured.graph_outputs):
         if role.kind not in ("gradient", "shard"):
             continue
@@ -42,9 +42,11 @@ def accumulate_grads(captured: Captured, hooked: Container[str]) -> fx.Graph:
             for term in arrivals(results[place]):
                 with graph.inserting_after(max(term, total)):
                     total = _accumulate(graph, total, term)
+            sums.append(results[place])
             results[place] = total
     output.args = (tuple(results),)
-    drop_dead(graph)
+    for unread in sums:
+        _drop_sum(unread)
     return graph
 
 
@@ -70,6 +72,14 @@ def mark_hooked_grads(captured: Captured, hooked: Container[str]) -> None:
             captured.outputs, output.meta["kinds"], returned_values(captured.graph.graph), strict=True
         )
     )
+
+
+def _drop_sum(total: fx.Node) -> None:
+    """Drop a sum of several arrivals that nothing reads any more; an update reads it, for one."""
+    while not total.users and total.target in (*COPIES, ADD_ARRIVAL):
+        source = total.all_input_nodes[0]
+        total.graph.erase_node(total)
+        total = source
 
 
 def _gradient_input(graph: fx.Graph, owner: fx.Node) -> fx.Node:

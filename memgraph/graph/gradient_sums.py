@@ -26,13 +26,14 @@ from .ops import accumulate
 from .rewrite import copy_graph, fake_mode
 
 _library = torch.library.Library("memgraph_arrivals", "DEF")
+COPIES = (aten.clone.default, aten.permute.default)  # of a sum, in a gradient's layout
 ADD_ARRIVAL = define_op(_library, "add(Tensor total, Tensor gradient) -> Tensor", torch.add, torch.add)
 
 
 def arrivals(result: fx.Node) -> list[fx.Node]:
     """Return the terms that eager would add to `.grad` one after the other, for a gradient or a dense copy of one."""
     total: fx.Node = result
-    while total.target in (aten.clone.default, aten.permute.default):
+    while total.target in COPIES:
         total = total.all_input_nodes[0]
     terms: list[fx.Node] = []
     while total.target is ADD_ARRIVAL:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..opaque.live_bytes import LiveBytes
-from .optimizer_clone import state_tensors
+from ..tensors.parameter_groups import state_tensors
 
 
 def fake_step_nbytes(

@@ -20,10 +20,10 @@ from ..errors import FusedError
 from ..guards.module_proxy import unwrapped
 from ..profile.memory_meter import resident_bytes
 from ..storage.mapped_storage import buffer_slice_of
-from ..tensors.parameter_groups import parameter_groups
+from ..tensors.parameter_groups import parameter_groups, state_tensors
 from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step, unhooked_step
 from .offloaded_update import OffloadedUpdate
-from .optimizer_clone import STATE_ADVICE, clone_optimizer, state_tensors, unclonable_reason
+from .optimizer_clone import STATE_ADVICE, clone_optimizer, unclonable_reason
 from .streamed_update import StreamedUpdate
 
 WITHOUT = "compile without fuse_update for this"

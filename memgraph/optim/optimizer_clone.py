@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +66,6 @@ def plain_attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
 def clone_nbytes(optimizer: optim.Optimizer) -> int:
     """Return the bytes of a clone's own scalar tensors."""
     return resident_bytes(leaf for leaf in tree_leaves(plain_attributes(optimizer)) if isinstance(leaf, Tensor))
-
-
-def state_tensors(optimizer: optim.Optimizer) -> Iterable[Tensor]:
-    """Return the state tensors that exist now."""
-    return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
 def distinct_steps(optimizer: optim.Optimizer) -> int:

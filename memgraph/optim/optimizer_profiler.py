@@ -30,6 +30,7 @@ from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
+from ..tensors.parameter_groups import state_tensors
 from .elementwise import ELEMENTWISE
 from .fake_step import fake_step_nbytes
 from .optimizer_clone import (
@@ -39,7 +40,6 @@ from .optimizer_clone import (
     distinct_steps,
     initial_state,
     profiling_error,
-    state_tensors,
 )
 
 LARGE = 1 << 14  # bytes of parameters: a step on real ones allocates several times as much

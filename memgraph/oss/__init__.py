@@ -19,6 +19,8 @@ uses; only `optimizer` and what stands above it know the whole.
 
 from .grad_scaler import GradScaler
 from .optimizer import OSS
+from .pending_gathers import PendingGathers
 from .sharded_checkpoint import load_sharded, save_sharded
+from .sharded_grads import ShardedGradients
 
-__all__ = ["OSS", "GradScaler", "load_sharded", "save_sharded"]
+__all__ = ["OSS", "GradScaler", "PendingGathers", "ShardedGradients", "load_sharded", "save_sharded"]

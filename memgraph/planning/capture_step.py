@@ -31,7 +31,6 @@ from ..slices.step_cuts import WHOLE, Cuts
 from ..slices.step_slices import Extent, SliceRequest, in_slices
 from ..system.locks import capturing
 from ..system.trial_room import ops_within
-from .capture_cache import KnownLength
 from .lengths.step_at_length import step_at_length
 from .optimizer_state import OptimizerState
 from .step_graph import Call, StepGraph, graphs_of
@@ -57,9 +56,9 @@ def capture_step(
         room = capture_room(call, where, state)
         request, blocks = _slices(where, options, cuts.extent), _blocks(where, options, cuts, state, room)
         shares = shares and not request.is_made and not blocks.is_made and not where.lowers
-        if known is None and shares and isinstance(call.general, KnownLength):
+        if known is None and shares:
             numbered = partial(capture_step, call, target, state, options, known, shares=False)
-            if made := step_at_length(call, call.general, where, state, options, numbered):
+            if made := step_at_length(call, where, state, options, numbered):
                 with capturing(module):
                     _require_row_independence(call, where.device, room)
                 return made

@@ -20,12 +20,9 @@ from ..graph.captured import Captured
 from ..guards.wrappers import OuterWrapper
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.optimizer_clone import state_tensors
 from ..optim.placement import StatePlacement
 from ..optim.state_parts import TrainedParameters
-from ..oss import OSS
-from ..oss.pending_gathers import PendingGathers
-from ..oss.sharded_grads import ShardedGradients
+from ..oss import OSS, PendingGathers, ShardedGradients
 from ..profile.memory_meter import resident_bytes
 from ..runtime.concurrent_runs import concurrent_runs
 from ..runtime.step import Step
@@ -33,7 +30,7 @@ from ..storage.mapped_storage import BufferLocation, is_offloaded
 from ..tensors.aliasing import describe_shared_memory, held_elsewhere
 from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.parameter_groups import parameter_groups
+from ..tensors.parameter_groups import parameter_groups, state_tensors
 from .accumulated_step import with_remaining_grads, with_resident
 from .ranks import Ranks
 

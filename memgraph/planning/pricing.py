@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
-from passes import Link, Machine, Streaming, Trace
+from passes import Link, Machine, Streaming, Trace, proven_nbytes
 from passes.concurrent_forwards import unplanned_nbytes
 from passes.cuda_graph_memory import add_recording_memory
-from passes.lp.problem import proven_nbytes
 from passes.order.comm_order import place_collectives
 
 from ..optim.update_cost import with_windows
@@ -23,7 +22,7 @@ from ..profile.library_workspaces import add_library_workspaces, libraries_nbyte
 from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
 from ..profile.measuring_room import batch_nbytes, rates_room, room_nbytes
-from ..profile.op_profiler import OpProfiler, kernel_modes_text
+from ..profile.op_profiler import OpProfiler
 from ..system.device import unused_nbytes
 from ..system.page_pool import hold
 from .accumulated_step import with_remaining_grads
@@ -157,5 +156,5 @@ def op_profiler(
     """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
     room = room_nbytes(target.budget, target.device, state.resident_nbytes(), batch_nbytes(inputs))
     counted = progress.done if progress is not None else int
-    modes = kernel_modes_text()
-    return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted, modes=modes)
+    most = unused_nbytes(target.device) // 2
+    return OpProfiler(most, room, until, times=times, counted=counted, fixed_modes=True)

@@ -22,7 +22,6 @@ from ..graph.captured import Captured
 from ..graph.halves.partition import Partition
 from ..graph.nodes import returned_values
 from ..graph.result_layout import ResultLayout
-from ..graph.rewrite import fake_mode
 from ..graph.summarize import Price, summarize, zero_cost
 from ..guards.signature import has_gradients, parameters_with_grad_hooks
 from ..optim.state_parts import TrainedParameters
@@ -122,7 +121,7 @@ class StepGraph:
             LayoutsDiffer: they do, and the graph has symbols.
         """
         if self.at_length is None:
-            apply_profiled_layouts(self.graph, fake_mode(self.graph), layouts)
+            apply_profiled_layouts(self.graph, layouts)
         elif not self.at_length.has_layouts(layouts):
             raise LayoutsDiffer
 

@@ -1,6 +1,7 @@
 """Measure ops, links and memory, for the prices of a plan.
 
 op_profiler           time, workspace and result layout of each distinct op
+op_cost               the cost of an op, its key, and its record on disk
 cold_operands         time of an op of a GPU whose operands are not in the L2 cache
 real_strides          strides of results that torch describes for contiguous tensors only
 region_profiler       time and peak of ops that are compiled as one

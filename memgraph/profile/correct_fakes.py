@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..graph.nodes import fake_result, tensors
 from ..graph.result_layout import REAL, ResultLayout, layout_in_storage, value_like
+from ..graph.rewrite import fake_mode
 from .op_profiler import is_view
 
 
-def apply_profiled_layouts(
-    graph: fx.Graph, mode: FakeTensorMode, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
-) -> None:
+def apply_profiled_layouts(graph: fx.Graph, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]) -> None:
     """Replace the fake values that differ from the op's real result, and those of its views.
 
     Raises:
         CaptureError: a view is not possible in a real result.
     """
+    mode = fake_mode(graph)
     ops = [node for node in graph.nodes if node.op == "call_function"]
     views = set(filter(is_view, ops))  # by now, as a replaced value has another storage than its views
     changed: set[fx.Node] = set()

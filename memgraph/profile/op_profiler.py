@@ -18,56 +18,36 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from passes import Trace
 
-from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
 from ..graph.opaque_ops import is_opaque, opaque_cost
 from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, Price
-from ..guards.signature import kernel_modes
 from ..report.tables import mb
 from ..system.device import block_nbytes, release_cached
 from ..system.disturbance import Watch
 from ..system.measurement_cache import Kept, read_all_cached, read_cached, write_all_cached, write_cached
 from ..system.profiler_thread import run_unprofiled
-from ..system.setting import environment_key
 from ..system.timer import REPEATS, flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
 from .cold_operands import cold_us
-from .divided_arguments import FILLERS
 from .generated_arguments import generated_arguments
 from .memory_meter import measure_peak, resident_bytes
+from .op_cost import OpCost, cache_key, kernel_modes_text, op_key, read, written
 from .roofline import Rates, roofline, roofline_us
 
 LOG = logging.getLogger(__name__)
 Timer = Callable[[Callable[[], object], int], float]  # of a run and its workspace; returns microseconds
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """The cost of an op, and the layouts of its results; None if it could not be run."""
-
-    cost: Cost
-    layouts: tuple[ResultLayout, ...] | None
-    is_timed: bool = True  # by more than one run, or by a long one
-    disturbed: float = 0.0  # the share of it that was waited for a core, if that is much
-
-    def beside(self, before: OpCost | None) -> OpCost:
-        """Return this measurement with the time of an earlier one, if that was less disturbed."""
-        if before is None or not 0.0 < before.disturbed < self.disturbed:
-            return self
-        return replace(self, cost=replace(self.cost, us=before.cost.us), disturbed=before.disturbed)
 
 
 # A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
@@ -86,15 +66,16 @@ class OpProfiler:
         until: value of `time.monotonic` from which on an op is timed by a single run.
         times: False to time each op by a single run.
         counted: called for each op that is priced.
-        modes: `kernel_modes_text()`, if that can't change while the profiler is used; otherwise each op reads it.
+        fixed_modes: True if the settings that select kernels stay while the profiler is used; otherwise each op reads
+            them.
     """
 
     def __init__(
         self, limit: int, room: int | None = None, until: float = math.inf, *, times: bool = True,
-        counted: Callable[[], object] = int, modes: str = "",
+        counted: Callable[[], object] = int, fixed_modes: bool = False,
     ) -> None:  # fmt: skip
         self.limit, self.until, self.times, self.counted = limit, until, times, counted
-        self.room, self.modes = room, modes
+        self.room, self.modes = room, kernel_modes_text() if fixed_modes else ""
         self._most = limit if room is None else min(limit, room)
         self._is_logged = False
         self._used = dict[int, OpCost]()
@@ -114,7 +95,7 @@ class OpProfiler:
         """Read the costs of these ops from disk at once, and write new ones at once: each access takes a while."""
         ops = [node for node in nodes if node.op == "call_function" and not is_view(node) and not is_opaque(node)]
         keys = {key: _device(node) for node in ops if (key := op_key(node, self.modes)) not in _known}
-        self._on_disk = read_all_cached([_cache_key(key, device) for key, device in keys.items()])
+        self._on_disk = read_all_cached([cache_key(key, device) for key, device in keys.items()])
         self._unwritten = {}
         try:
             yield
@@ -149,10 +130,10 @@ class OpProfiler:
         key, times = op_key(node, self.modes), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])
-        cache_key = _cache_key(key, _device(node))
+        on_disk = cache_key(key, _device(node))
         # Each process must run a segment here, because the first run tunes it and must not be in a step.
-        is_cached = not isinstance(node.target, Segment) and " at 0x" not in cache_key  # addresses are of this process
-        kept = Kept.read(self._cached(cache_key), _read) if is_cached else None
+        is_cached = not isinstance(node.target, Segment) and " at 0x" not in on_disk  # addresses are of this process
+        kept = Kept.read(self._cached(on_disk), read) if is_cached else None
         op_cost = None if kept is None else kept.value
         if (op_cost is None or (times and not op_cost.is_timed)) and _nbytes(node) <= self.limit:
             self._log_excess(node)
@@ -162,7 +143,7 @@ class OpProfiler:
                 self._log_excess(node, ran.cost.workspace)
                 ran = replace(ran, disturbed=watch.disturbed if times else 0.0).beside(op_cost)
             if ran is not None and is_cached:
-                self._cache(cache_key, _written(ran))
+                self._cache(on_disk, written(ran))
             op_cost = ran or op_cost
         if op_cost is None:
             us = roofline(node, _nbytes(node), self._most)  # which measures the device's rates, if there is room
@@ -234,75 +215,12 @@ def is_view(node: fx.Node) -> bool:
     return allocates_nothing(node) and not written_inputs(node)
 
 
-def kernel_modes_text() -> str:
-    """Return all settings of the process that select kernels or allocators."""
-    return f"{kernel_modes()}{torch.get_default_dtype()}"
-
-
-def op_key(node: fx.Node, modes: str = "") -> str:
-    """Return a key that is equal for nodes with the same kernels and sizes; `modes` are read if not given."""
-    describe_tensor = _describe_storage if node.target in COPY_STORAGES else _describe_tensor
-
-    def describe(leaf: Any) -> Any:
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        value = leaf.meta.get("val", "a generator")
-        return describe_tensor(value) if isinstance(value, Tensor) else tree_map(describe_tensor, value)
-
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), describe)
-    divided = "divided " if str(node.target) in FILLERS else ""  # earlier prices were of ops without work
-    return f"{divided}{node.target}{args!r}{kwargs!r}{modes or kernel_modes_text()}"
-
-
-def _cache_key(key: str, device: torch.device) -> str:
-    """Return the key of an op on disk."""
-    return f"ran {key} {environment_key(device)}"
-
-
-def _describe_tensor(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    form = (str(value.dtype), tuple(value.shape), value.stride(), str(value.device))
-    return (*form, value.is_conj(), value.is_neg()) if value.is_conj() or value.is_neg() else form
-
-
-def _describe_storage(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return (_describe_tensor(value), value.storage_offset(), value.untyped_storage().nbytes())
-
-
 def _nbytes(node: fx.Node) -> int:
     return resident_bytes(value for source in (*node.all_input_nodes, node) for value in tensors(source))
 
 
 def _device(node: fx.Node) -> torch.device:
     return next((value.device for value in tensors(node)), torch.device("cpu"))
-
-
-def _written(op_cost: OpCost) -> dict[str, Any]:
-    layouts = [(str(r.layout[0]).removeprefix("torch."), *r.layout[1:], *r[1:]) for r in op_cost.layouts or ()]
-    once = {} if op_cost.is_timed else {"once": True}
-    disturbed = {"disturbed": op_cost.disturbed} if op_cost.disturbed else {}
-    return {"us": op_cost.cost.us, "workspace": op_cost.cost.workspace, "made": layouts, **once, **disturbed}
-
-
-def _read(written: Any) -> OpCost:
-    """Return a cost from the cache; one that was disturbed counts as not timed.
-
-    Raises:
-        TypeError, ValueError, LookupError, AttributeError: it is none.
-    """
-    cost, disturbed = Cost(float(written["us"]), int(written["workspace"])), float(written.get("disturbed", 0.0))
-    layouts = tuple(_layout(*made) for made in written["made"])
-    return OpCost(cost, layouts, is_timed="once" not in written and not disturbed, disturbed=disturbed)
-
-
-def _layout(dtype: str, shape: list[int], strides: list[int], offset: int, nbytes: int) -> ResultLayout:
-    made = getattr(torch, dtype)
-    if not isinstance(made, torch.dtype) or len(shape) != len(strides):
-        raise ValueError(f"no layout has {dtype} with {len(shape)} sizes and {len(strides)} strides")
-    return ResultLayout((made, tuple(map(int, shape)), tuple(map(int, strides))), int(offset), int(nbytes))
 
 
 def _measure_with_retry(node: fx.Node, timer: Timer | None) -> OpCost | None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..optim.elementwise import replace_step
-from ..optim.optimizer_clone import state_tensors
 from ..profile.memory_meter import measure_peak, resident_bytes
+from ..tensors.parameter_groups import state_tensors
 from .step import Step
 
 

@@ -13,7 +13,7 @@ from passes.slices.row_blocks import Rows, rows_of_blocks
 
 from ..graph.nodes import named_placeholder, tensors
 from ..profile.memory_meter import resident_bytes
-from ..profile.op_profiler import op_key
+from ..profile.op_cost import op_key
 from ..system.device import unused_nbytes
 from ..system.measurement_cache import read_cached, write_cached
 from ..system.setting import environment_key

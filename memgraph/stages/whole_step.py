@@ -26,12 +26,11 @@ from ..errors import CaptureError
 from ..graph.captured import Captured
 from ..graph.gradient_sums import gradient_sums
 from ..graph.nodes import all_storages, returned_values, storages, written_inputs
-from ..graph.rewrite import fake_mode
 from ..graph.summarize import summarize
 from ..guards.signature import forward_hooks, parameters_with_grad_hooks
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import libraries_nbytes
-from ..profile.op_profiler import OpProfiler, kernel_modes_text, nominal_us
+from ..profile.op_profiler import OpProfiler, nominal_us
 from ..system.device import device_of, unused_nbytes
 from ..system.disturbance import note_disturbed
 from ..system.locks import capturing
@@ -155,8 +154,8 @@ def whole_step(
     place = _loss_output(captured, loss_output)
     loss = returned_values(graph)[place].name
     libraries_nbytes(device)
-    profiler = OpProfiler(unused_nbytes(device) // 2, modes=kernel_modes_text())
-    apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
+    profiler = OpProfiler(unused_nbytes(device) // 2, fixed_modes=True)
+    apply_profiled_layouts(graph, profiler.layouts)
     trace = summarize(graph, profiler)
     note_disturbed([profiler.doubt])
     outputs = tuple(each for each in trace.outputs if each == ("output", loss) or each[0] in ("gradient", "watched"))

@@ -69,7 +69,7 @@ def hold(owner: object, nbytes: int) -> None:
     Where there can be no pool, the C library gives freed tensors back to the system from now on.
     """
     pool = _pool()
-    if isinstance(pool, NoPoolError):
+    if isinstance(pool, str):
         return_freed_memory()
         return
     if id(owner) not in _held:
@@ -82,7 +82,7 @@ def hold(owner: object, nbytes: int) -> None:
 def why_not() -> str:
     """Return why this process has no pool; an empty text if it has one."""
     pool = _pool()
-    return str(pool) if isinstance(pool, NoPoolError) else ""
+    return pool if isinstance(pool, str) else ""
 
 
 def pool_counts() -> PoolCounts:
@@ -92,8 +92,8 @@ def pool_counts() -> PoolCounts:
         NoPoolError: there is none.
     """
     pool = _pool()
-    if isinstance(pool, NoPoolError):
-        raise pool
+    if isinstance(pool, str):
+        raise NoPoolError(pool)
     counts = (ctypes.c_long * 6)()
     pool.pool_counts(counts)
     return PoolCounts(*counts)
@@ -109,12 +109,13 @@ def _limit(pool: ctypes.CDLL) -> None:
 
 
 @functools.cache
-def _pool() -> ctypes.CDLL | NoPoolError:
+def _pool() -> ctypes.CDLL | str:
+    """Return the pool, or why there is none: a text, since a kept error keeps the variables of all its callers."""
     try:
         return _installed()
     except NoPoolError as error:
         LOG.warning("freed tensors go back to the system, and steps with a plan take new pages: %s", error)
-        return error
+        return str(error)
 
 
 def _installed() -> ctypes.CDLL:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from memgraph.capture.capture import capture, operands
 from memgraph.graph.accumulate_grads import accumulate_grads
 from memgraph.graph.captured import Captured
-from memgraph.graph.rewrite import fake_mode
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.microbatch.microbatches import MicroBatches
 from memgraph.profile.correct_fakes import apply_profiled_layouts
@@ -225,7 +224,7 @@ def subject(name: str) -> Subject:
 def corrected(captured: Captured, adds: bool) -> fx.Graph:
     """Return the graph of a step that makes gradients or `adds` to them, with measured layouts."""
     graph = accumulate_grads(captured, hooked=()) if adds else captured.graph.graph
-    apply_profiled_layouts(graph, fake_mode(graph), PROBER.layouts)
+    apply_profiled_layouts(graph, PROBER.layouts)
     return graph
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.window_memory import OffloadedTensors
 from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.transfer import offload_tensors
+from memgraph.tensors.parameter_groups import state_tensors
 
 Make = Callable[[Any], optim.Optimizer]
 SMALL = 200_000  # bytes of a window: a part of any parameter fits, and no whole large one

@@ -8,19 +8,8 @@ What a function's backward adds to `.grad` by a `backward()` of its own is part 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from ...errors import CaptureError
 from ...graph.captured import Input
-
-
-def refuse_set_gradients(roles: Sequence[Input], values: Sequence[Tensor], where: str) -> None:
-    """Raise if the trace has left a gradient in one of its inputs."""
-    for role, value in zip(roles, values, strict=False):
-        if value.is_leaf and value.grad is not None:
-            raise set_gradient_error(role, where)
 
 
 def set_gradient_error(role: Input, where: str) -> CaptureError:

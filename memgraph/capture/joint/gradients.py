@@ -16,6 +16,7 @@ from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...graph.gradient_sums import ADD_ARRIVAL
 from ...tensors.loss_outputs import reachable_nodes
+from ..call.set_gradients import set_gradient_error
 from ..fake_tensors import without_autocast
 
 
@@ -91,6 +92,23 @@ def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
     for role, gradient in gradients.items():
         if gradient.layout != torch.strided:
             raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
+
+
+def refuse_set_gradients(roles: Sequence[Input], values: Sequence[Tensor], where: str) -> None:
+    """Raise if the trace has left a gradient in one of its inputs."""
+    for role, value in zip(roles, values, strict=False):
+        if value.is_leaf and value.grad is not None:
+            raise set_gradient_error(role, where)
+
+
+def refuse_lost(trained: set[int], roles: Sequence[Input], values: Sequence[Tensor], made: Sequence[Output]) -> None:
+    """Raise if a function's backward runs a block again whose parameters get no gradient."""
+    for role, value in zip(roles, values, strict=False):
+        if id(value) in trained and gradient_role(role) not in made:
+            raise CaptureError(
+                f"the backward of an autograd.Function runs a block again that reads {role.label}, which gets no "
+                "gradient: use torch.utils.checkpoint in place of the Function"
+            )
 
 
 def gradient_sources(

@@ -18,7 +18,6 @@ from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.attribute_writes import AttributeWrites, attribute_writes
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
@@ -29,6 +28,7 @@ from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
 from ..python_state.counted_numbers import ChangedNumbers, Place
 from ..python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
+from ..python_state.watched_python import WatchedPython
 from ..saved.op_log import OpLog
 from ..sizes.whole_slices import drop_whole_slices
 from .eager_behavior import eager_behavior
@@ -47,16 +47,16 @@ def trace_joint(
         traced = partial(_traced, call, mode, wanted, before, recorder)
         step, graph = traced(log)
         counted: tuple[Place, ...] = ()
-        if step.changed is not None:
-            counted = step.changed.places
-            step, graph = _counted(traced, step, graph, step.changed)
+        if step.python.changed is not None:
+            counted = step.python.changed.places
+            step, graph = _counted(traced, step, graph, step.python.changed)
             log.compare(step.log)
         again = log.again()
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
         trace_again = None if mode.sizes is not None else lambda: _facts(*traced(again, counted))
         refuse_side_effects(before, _facts(step, graph), trace_again)
         log.compare(again)
-        writes = AttributeWrites() if mode.has_floats else attribute_writes(before, step.attributes_after)
+        writes = step.python.writes(mode.has_floats)
         if mode.sizes is not None:
             writes.require_plain_values()
     describe_constants(graph, mode)
@@ -88,7 +88,7 @@ def _traced(
     log: OpLog, counted: Sequence[Place] = (),
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = TracedStep(call, mode, wanted, before, log, counted)
+    step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted), log)
     if recorder is not None:
         step.parts = TracedParts(recorder)
         step.parts.refuse_outer_reads(call.module)
@@ -108,4 +108,4 @@ def _facts(step: TracedStep, graph: fx.GraphModule) -> TraceRecord:
     """Return what must be the same in every call."""
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
     facts = step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)
-    return graph, facts, step.attributes_after
+    return graph, facts, step.python.after

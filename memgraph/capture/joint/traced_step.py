@@ -12,22 +12,17 @@ from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import stateless
 
-from ...errors import CaptureError
 from ...graph.captured import Input, Output
-from ...graph.counters import Counter
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
-from ...guards.attribute_snapshot import AttributeSnapshot
 from ...opaque.traced_parts import TracedParts, find_sums
 from ...tensors.loss_outputs import OutputSelector, custom_functions, reachable_nodes
 from ...tensors.pytree import Spec, flatten
 from ...tensors.traced_size import with_arguments
 from ..call.call import Call
-from ..call.set_gradients import refuse_set_gradients
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import own_gradients, real_tensors
-from ..python_state.counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
-from ..python_state.refuse_iterators import refuse_iterators
+from ..python_state.watched_python import WatchedPython
 from ..saved.op_log import OpLog
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
@@ -38,6 +33,8 @@ from .gradients import (
     gradient_role,
     gradient_sources,
     insert_tangent,
+    refuse_lost,
+    refuse_set_gradients,
     refuse_sparse,
 )
 from .joint_graph import JointGraph
@@ -49,13 +46,9 @@ class TracedStep:
     """The function that is traced."""
 
     def __init__(
-        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
-        counted: Sequence[Place],
-    ) -> None:  # fmt: skip
-        self.call, self.mode, self.wanted, self.before, self.log = call, mode, wanted, before, log
-        self.counted = counted
-        self.changed: ChangedNumbers | None = None
-        self.counters: list[Counter] = []
+        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, python: WatchedPython, log: OpLog
+    ) -> None:
+        self.call, self.mode, self.wanted, self.python, self.log = call, mode, wanted, python, log
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -71,14 +64,13 @@ class TracedStep:
         self.grad_edges = InputGradEdges()
         self.parts: TracedParts | None = None
         self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
-        self.attributes_after: AttributeSnapshot
 
     def joint_graph(self, graph: fx.GraphModule) -> JointGraph:
         """Return the graph with the roles that the trace has found."""
         assert self.spec is not None
         return JointGraph(
             graph, self.mode, self.inputs, self.outputs, tuple(self.assigned), self.leaves, self.spec,
-            self.differentiable, self.sources, self.has_custom_functions, self.rewritten, tuple(self.counters),
+            self.differentiable, self.sources, self.has_custom_functions, self.rewritten, tuple(self.python.counters),
         )  # fmt: skip
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
@@ -109,10 +101,8 @@ class TracedStep:
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
             refuse_set_gradients(self.inputs, values, "a function's backward")
-            self._refuse_lost(answers.trained, values)
-        self.changed = take_back_numbers(self.before)
-        self.before.refuse_leaks(set(map(id, values)))
-        self.attributes_after = AttributeSnapshot(self.call.module, values, self.before.outer.scopes)
+            refuse_lost(answers.trained, self.inputs, values, self.outputs)
+        self.python.end(values)
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:
@@ -125,8 +115,7 @@ class TracedStep:
         """Put traced values in place of the module's parameters and buffers: a Function's backward may run it again."""
         with (
             stateless._reparametrize_module(self.call.module, self.call.state(values), tie_weights=True),
-            counting(self.counted, self.counters),
-            refuse_iterators(self.before),
+            self.python.running(),
         ):
             yield
 
@@ -177,16 +166,6 @@ class TracedStep:
         refuse_sparse(grads)
         self.outputs += tuple(map(gradient_role, grads))
         return list(grads.values())
-
-    def _refuse_lost(self, trained: set[int], values: Sequence[Tensor]) -> None:
-        """Raise if a function's backward runs a block again whose parameters get no gradient."""
-        lost = [role for role, value in zip(self.inputs, values, strict=False) if id(value) in trained]
-        for role in lost:
-            if gradient_role(role) not in self.outputs:
-                raise CaptureError(
-                    f"the backward of an autograd.Function runs a block again that reads {role.label}, which gets no "
-                    "gradient: use torch.utils.checkpoint in place of the Function"
-                )
 
     def _begin_backward(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
         """Record the provenance of backward's ops, and which tensors besides the inputs it reaches."""

@@ -28,11 +28,13 @@ from .general_steps import GeneralStep
 
 
 def step_at_length(
-    call: Call, known: KnownLength, where: Target, state: OptimizerState, options: CompileOptions,
-    numbered: Callable[[], StepGraph],
-) -> StepGraph | None:  # fmt: skip
+    call: Call, where: Target, state: OptimizerState, options: CompileOptions, numbered: Callable[[], StepGraph]
+) -> StepGraph | None:
     """Return the step of a call, made of one with symbols; None if it has to be made of its own graph."""
-    module, general = call.module, known.general
+    module, known = call.module, call.general
+    if not isinstance(known, KnownLength):
+        return None
+    general = known.general
     hooked = *parameters_read_after_backward(module), "", *parameters_with_grad_hooks(module)
     key = hooked, has_gradients(module.parameters())
     made = general.step(key, partial(_general_step, module=module, state=state, options=options))

@@ -21,7 +21,8 @@ from memgraph import Point, Sweep
 from memgraph.api.budget_sweep import POINTS
 from memgraph.api.unplanned import unplanned
 from memgraph.profile import op_profiler
-from memgraph.profile.op_profiler import OpCost, nominal_us
+from memgraph.profile.op_cost import OpCost
+from memgraph.profile.op_profiler import nominal_us
 from memgraph.report.budget_curve import point_of_refusal
 from passes import make_plan
 from tests.support.models import batch, net

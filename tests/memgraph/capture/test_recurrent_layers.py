@@ -80,9 +80,10 @@ def trained_as_eager(model: Tagger, budget: int, steps: int = 3, **options: Any)
     ("kind", "options", "layers"),
     [
         (nn.GRU, {"batch_first": True}, 1),
-        (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}, 2),
+        (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}, 2),
+        (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}, 0),  # draws between
         (nn.RNN, {"nonlinearity": "relu", "bias": False, "bidirectional": True}, 1),
-        (nn.LSTM, {"packs": True, "num_layers": 2, "bidirectional": True, "dropout": 0.3}, 2),
+        (nn.LSTM, {"packs": True, "num_layers": 2, "bidirectional": True}, 2),
     ],
 )
 def test_each_layer_is_one_op_with_eagers_bits(

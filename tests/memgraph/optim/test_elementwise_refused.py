@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.profile.memory_meter import resident_bytes
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.streamed_state import batch, chain, far, loss, streamed, tightest
 
 ROOM = 1 << 30

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.fused_updates import ROOM, fused, smallest, steps, train
 from tests.support.streamed_state import OPTIMIZERS, WIDTH, Twins, batch, chain, far, least, loss
 

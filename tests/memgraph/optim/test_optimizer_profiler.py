@@ -10,9 +10,9 @@ import torch
 from torch import nn, optim
 
 from memgraph.optim import optimizer_profiler
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.optimizer_profiler import update_nbytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.optimizers import OPTIMIZERS
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -10,9 +10,9 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.optim.host_step import host_update_rate
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.optimizer_profiler import update_nbytes
 from memgraph.optim.state_parts import state_parts
+from memgraph.tensors.parameter_groups import state_tensors
 
 PLAIN: Any = optim.Adagrad._init_group
 

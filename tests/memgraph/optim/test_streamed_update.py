@@ -15,13 +15,13 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.optim.fused_update import FusedUpdate
 from memgraph.optim.offloaded_update import OffloadedUpdate
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.streamed_update import StreamedUpdate
 from memgraph.optim.window_memory import OffloadedTensors, window_bytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import SpillError
 from memgraph.storage.transfer import offload_tensors
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.faults import failing
 from tests.support.fused_updates import fused, smallest, steps
 from tests.support.slow_disk import Gate, drain

@@ -9,10 +9,10 @@ import torch
 from torch import nn, optim
 
 import memgraph
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.optim.optimizer_profiler import update_nbytes
 from memgraph.profile import op_profiler
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.optimizers import OPTIMIZERS, ROOM, batch, net, square, step
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.optim.optimizer_clone import state_tensors
 from memgraph.planning import pricing
 from memgraph.profile import link_bandwidth, machine_profile, op_profiler
 from memgraph.profile.link_bandwidth import SIZES, measure_disk
@@ -24,6 +23,7 @@ from memgraph.profile.memory_meter import resident_bytes
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import STAGING
 from memgraph.system.timer import CACHE, flush_caches
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.planning_memory import anonymous_nbytes
 
 
@@ -79,7 +79,7 @@ def test_a_model_beyond_the_budget_gives_a_share_of_itself_to_measure_the_disk(
     there = resident_bytes([*model.parameters(), x])
     with contextlib.suppress(memgraph.BudgetError):
         memgraph.plan(model, x, budget=there - 1_000_000 if beyond else there + 100, time_limit=0.1)
-    assert set(rooms) == {(there // 16 if beyond else 100) // 2}
+    assert {room for room in rooms if room} == {(there // 16 if beyond else 100) // 2}  # 0 where no plan can fit
 
 
 class Frozen(nn.Module):

@@ -10,7 +10,6 @@ from memgraph import CaptureError
 from memgraph.capture.capture import capture
 from memgraph.graph.nodes import aten
 from memgraph.graph.result_layout import ResultLayout
-from memgraph.graph.rewrite import fake_mode
 from memgraph.graph.summarize import summarize
 from memgraph.profile.correct_fakes import apply_profiled_layouts
 from memgraph.tensors.loss_outputs import select_all
@@ -29,7 +28,7 @@ def test_views_of_a_corrected_value_hold_its_storage() -> None:
     def layouts(node: fx.Node) -> tuple[ResultLayout, ...] | None:
         return (ResultLayout((torch.float32, (4, 6, 6), (36, 1, 6)), 0, 576),) if node is mul else None
 
-    apply_profiled_layouts(graph, fake_mode(graph), layouts)
+    apply_profiled_layouts(graph, layouts)
     assert mul.meta["val"].stride() == (36, 1, 6)
     of = {op.name: op for op in summarize(graph).ops}
     views = [node.name for node in graph.nodes if node.target in (aten.view.default, aten.permute.default)]
@@ -51,4 +50,4 @@ def test_a_view_that_a_corrected_value_does_not_allow_is_refused() -> None:
         return (ResultLayout((torch.float32, (4, 6, 6), (36, 1, 6)), 0, 576),) if node is mul else None
 
     with pytest.raises(CaptureError, match=r"aten.view.default can't view mul.*aten.mul.Tensor.*a larger budget"):
-        apply_profiled_layouts(graph, fake_mode(graph), layouts)
+        apply_profiled_layouts(graph, layouts)

@@ -38,7 +38,7 @@ def error(model: nn.Module, **options: Any) -> str:
 def test_an_error_says_what_keeps_weights_whole() -> None:
     text = error(counted())
     assert "\nWeights that stay whole, where blocks of rows were looked for:\n" in text
-    assert f"\n  token.weight: {GRADIENT}\n" in text
+    assert f"\n  token.weight: {GRADIENT}\n" in f"{text}\n"
     assert "\n  head.weight: no larger than token.weight, which stays whole\n" in f"{text}\n"
 
 

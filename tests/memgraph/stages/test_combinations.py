@@ -86,7 +86,7 @@ def _trained(case: Case) -> list[Any]:
         if not case.is_cut_best:
             begins = pipe._cut.cut.begins
             places = pipe._cut.cut.step.costs.borders[:-1]
-            moved = [0, *(places[places.index(begin) - 1] for begin in begins[1:])]
+            moved = [0, *(places[max(stage, places.index(begins[stage]) - 1)] for stage in range(1, len(begins)))]
             model = _made(case)[0]
             pipe = memgraph.pipeline(model, "1GB", case.chunks, balance=moved, **given)
             pipe.prepare(**batch)

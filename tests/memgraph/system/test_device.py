@@ -15,7 +15,8 @@ import memgraph
 from memgraph.capture.explain_errors import is_device_mismatch
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile import op_profiler
-from memgraph.profile.op_profiler import OpCost, OpProfiler
+from memgraph.profile.op_cost import OpCost
+from memgraph.profile.op_profiler import OpProfiler
 from memgraph.system import planning_process
 from memgraph.system.byte_sizes import budget_nbytes
 from memgraph.system.device import block_nbytes, headroom_nbytes, hold_to, unused_nbytes

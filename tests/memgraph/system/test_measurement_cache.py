@@ -22,6 +22,7 @@ from memgraph.capture.capture import capture
 from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
 from memgraph.profile.link_bandwidth import SIZES, Link, measure_disk
 from memgraph.profile.machine_profile import measure_links
+from memgraph.profile.op_cost import op_key
 from memgraph.profile.op_profiler import OpProfiler
 from memgraph.system import measurement_cache
 from memgraph.system.measurement_cache import CostDatabase, cache_folder, read_cached, write_cached
@@ -152,20 +153,20 @@ def test_an_empty_name_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_the_key_tells_shapes_dtypes_strides_threads_and_modes_apart() -> None:
     plain = square()["mm"]
-    keys = {op_profiler.op_key(node) for node in (plain, square(32)["mm"], square(64, torch.float64)["mm"])}
+    keys = {op_key(node) for node in (plain, square(32)["mm"], square(64, torch.float64)["mm"])}
     transposed = nodes(torch.ones(64, 64, requires_grad=True).t(), torch.ones(64, 64, requires_grad=True))["mm"]
-    keys.add(op_profiler.op_key(transposed))
+    keys.add(op_key(transposed))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        keys.add(op_profiler.op_key(plain))
+        keys.add(op_key(plain))
     finally:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    keys.add(op_profiler.op_key(plain))
+    keys.add(op_key(plain))
     torch.use_deterministic_algorithms(False)
     assert len(keys) == 6
-    assert op_profiler.op_key(square()["mm"]) == op_profiler.op_key(plain)
+    assert op_key(square()["mm"]) == op_key(plain)
 
 
 def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) -> None:
