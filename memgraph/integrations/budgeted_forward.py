@@ -31,7 +31,6 @@ from ..errors import BudgetError, UnplannedError
 from ..guards.wrappers import refuse_wrapped
 from ..optim.optimizer_clone import UntriedUpdateError
 from ..options.compile_options import Budget
-from ..profile.memory_meter import OutsideMeter
 from ..system.frames import is_inside
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import select_all
@@ -56,8 +55,6 @@ class ModuleBudget:
         self._uncounted: torch.optim.Optimizer | None = None  # which can't be tried
         self._changed = set[type]()
         self._covering: BudgetedForward | None = None
-        self._outside: OutsideMeter | None = None
-        self._was_told = False  # what the caller computes beside the plan
         self.compiled: CompiledModule | None = None
         self.calls = self.trained = 0
 
@@ -100,7 +97,6 @@ class ModuleBudget:
 
     def begin_step(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
         """Cover the module, whose step is about to begin."""
-        self._tell_outside()
         self.cover(model, own)
         self.calls = self.trained = 0
 
@@ -110,7 +106,6 @@ class ModuleBudget:
         Raises:
             UnplannedError: none did.
         """
-        self._tell_outside()
         covering = self._covering
         if covering is None or seen:
             self.calls = self.trained = 0
@@ -128,29 +123,9 @@ class ModuleBudget:
         )
 
     def run(self, forward: BudgetedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the covered module, planned; measure what its caller computes after the first one."""
-        self._tell_outside()
+        """Run a call of the covered module, planned."""
         self.calls, self.trained = self.calls + 1, self.trained + torch.is_grad_enabled()
-        result = self._run(forward, args, kwargs)
-        if torch.is_grad_enabled() and not self._was_told and self.compiled is not None:
-            self._outside = OutsideMeter(torch.device(self.compiled.plan.machine.device))
-            self._outside.begin()
-        return result
-
-    def _tell_outside(self) -> None:
-        """Warn if what was computed between the latest forward and its backward has taken the step over its budget."""
-        outside, self._outside = self._outside, None
-        if outside is None or self.compiled is None:
-            return
-        nbytes, report = outside.end(), self.compiled.plan
-        self._was_told, boundary = True, report.forecast.trace.boundary
-        held = int(report.forecast.total[boundary - 1 : boundary + 1].min(initial=report.peak))
-        if held + nbytes > report.budget:
-            warn_user(
-                f"what is computed between forward and backward, as a loss outside of the model, takes {nbytes} bytes, "
-                f"and the step {held + nbytes}, over its budget of {report.budget}: let the model compute and return "
-                "its loss (memgraph.compile does so with loss=), and it is planned, or leave room for it"
-            )
+        return self._run(forward, args, kwargs)
 
     def _run(self, forward: BudgetedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() and self._makes_tokens(forward.model, args, kwargs):

@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile, record_function
 
 from ..storage.mapped_storage import is_offloaded
+from ..system import page_pool
 from ..system.locks import PLANNING_LOCK
 from ..system.profiler_thread import block_sizes, is_profiled, is_unprofiled
 from ..tensors.pytree import flatten, tensors_of
@@ -36,8 +37,6 @@ Block = tuple[int, int]  # address, and bytes allocated (> 0) or freed (< 0)
 ERROR = 2  # a level of torch's C++ log
 KINETO_ERROR, SILENT = 4, 99  # levels of its profiler's log: what it is set to at its first start, and above all
 GIVEN, TAKEN_BACK = -1, -2  # addresses that no block has
-BACKWARD = -3  # an address as well; its event is where a backward begins
-BACKWARD_EVENT = "memgraph backward"
 FREED = "memgraph freed "  # prefix of an event's name; the rest is the number of given bytes that were freed
 
 
@@ -200,52 +199,21 @@ class CudaMeter:
 
 
 class OutsideMeter:
-    """Measures what the caller allocates from the end of a forward to the begin of its backward.
-
-    A profiler can't be stopped inside of a backward.  So it is stopped behind it, and what came after its begin is cut
-    off: a loop calls `end` when its backward is done.
-    """
-
-    open: OutsideMeter | None = None
+    """Measures what the caller allocates from the end of a forward to the begin of its backward, in all threads."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._within, self._peak = device, ExitStack(), 0
-        self._profiler: profile | None = None
+        self._device, self._before = device, page_pool.begin_peak() if device.type == "cpu" else 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
 
-    def begin(self) -> None:
-        """Begin, unless a profiler is running."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._peak = -torch.cuda.memory_allocated(self._device)
-        elif is_profiled():
-            return
-        else:
-            self._within.enter_context(_quiet())
-            self._profiler = self._within.enter_context(profile(use_kineto=True, profile_memory=True))
-        OutsideMeter.open = self
-
-    @classmethod
-    def backward_begins(cls) -> None:
-        """Cut off what follows."""
-        if cls.open is None:
-            return
-        if cls.open._profiler is None:
-            cls.open._peak += torch.cuda.max_memory_allocated(cls.open._device)
-            cls.open = None
-        else:
-            with record_function(BACKWARD_EVENT):
-                pass
-
-    def end(self) -> int:
-        """Return the peak above the begin; 0 if it is not known."""
-        if OutsideMeter.open is self:
-            OutsideMeter.open = None
-        self._within.close()
-        results = self._profiler.kineto_results if self._profiler is not None else None
-        if results is not None:
-            blocks = _blocks(results.experimental_event_tree())
-            self._peak = _account(takewhile(lambda block: block[0] != BACKWARD, blocks)).peak
-        return max(0, self._peak)
+    @property
+    def peak(self) -> int:
+        """The peak above the begin in bytes; 0 where nothing counts them."""
+        if self._before is None:
+            return 0
+        most = page_pool.peak() if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
+        return max(0, most - self._before)
 
 
 @contextmanager
@@ -297,9 +265,7 @@ def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:
         event = todo.pop()
         todo += event.children
         block = event.extra_fields
-        if event.name == BACKWARD_EVENT:
-            blocks.append((event.start_time_ns, BACKWARD, 0))
-        elif event.name.startswith(FREED):
+        if event.name.startswith(FREED):
             blocks.append((event.start_time_ns, GIVEN, -int(event.name.removeprefix(FREED))))
         elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
             blocks.append((event.start_time_ns, block.ptr, block.alloc_size))

@@ -19,7 +19,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from ..errors import MemgraphError
 from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
-from ..profile.memory_meter import OutsideMeter, resident_bytes
+from ..profile.memory_meter import resident_bytes
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.user_warning import warn_user
@@ -104,7 +104,6 @@ class StepFunction(torch.autograd.Function):
         else:
             if any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
                 this.other_outputs.fewer()
-            OutsideMeter.backward_begins()
             backward = BackwardPass(ctx, tangents)
             try:
                 with this.run.measured(backward.tangents):
@@ -151,6 +150,7 @@ class BackwardPass:
         self.updated = {
             name: None if is_seen else _owner(node) for name, node in updated.items() if not _is_frozen(node)
         }
+        self.outside_nbytes = self.run.outside.peak if self.run.outside is not None else 0
         self.missing = [self.parts.is_missing(role, self.unused) for role in self.roles.gradients]
         tangents.clear()
 
@@ -188,8 +188,14 @@ class BackwardPass:
             self.this.finish(self.run)
 
     def _warn(self) -> None:
-        """Warn if a kept graph, or gradients beside existing ones, exceed the budget: no plan counts either."""
+        """Warn if what no plan counts exceeds the budget: a kept graph, gradients beside existing ones, a loss."""
         forecast, nbytes = self.report.forecast, self._unused_gradients_nbytes()
+        boundary, outside = forecast.trace.boundary, self.outside_nbytes
+        held = int(forecast.total[boundary - 1 : boundary + 1].min(initial=forecast.peak))
+        said = f"what is computed between forward and backward, as a loss outside of the model, takes {outside} bytes"
+        unless = "the model computes its loss (memgraph.compile does so with loss=), which is planned then"
+        if outside:
+            self._warn_over(held + outside, said, unless)
         if self.keep:
             said = "backward(retain_graph=True) keeps all that forward saved"
             self._warn_over(forecast.retained, said, "each forward has one backward")

@@ -22,7 +22,7 @@ from passes.ir.ops import ACCUMULATE
 from ..errors import MemgraphError, RecordingError
 from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import undoing_parts
-from ..profile.memory_meter import Allocation, Meter, meter_of
+from ..profile.memory_meter import Allocation, Meter, OutsideMeter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
 from ..report.report_data import Assumption, OpaqueRow
@@ -120,7 +120,10 @@ class Step:
                     run.gather.open()
                 if differentiable:
                     context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
-                    return list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
+                    outputs = list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
+                    if meter is not None:
+                        run.outside = OutsideMeter(self.device)
+                    return outputs
                 return run.forward(tensors, self.parts.roles.outputs)
         finally:
             if not differentiable:

@@ -19,7 +19,7 @@ from ..graph.guard_ops import GuardFailed
 from ..graph.halves.partition import Partition
 from ..graph.ops import Exchange, UpdateRunner, op_context
 from ..oss.pending_gathers import ForwardGather
-from ..profile.memory_meter import Allocation, Meter, resident_bytes
+from ..profile.memory_meter import Allocation, Meter, OutsideMeter, resident_bytes
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
 from ..storage.mapped_storage import BufferSlice
 from ..storage.tiers import Lease, Tier
@@ -53,6 +53,7 @@ class StepRun:
     recording: RecordedStep | None = None  # replayed instead of running op by op
     placed: PlacedRun | None = None  # runs the halves where values have their places
     meter: Meter | None = None
+    outside: OutsideMeter | None = None  # of what the caller computes before backward
     clock: Clock | None = None
     wall: AbstractContextManager[None] = nullcontext()  # times each half as a whole
     ended = False

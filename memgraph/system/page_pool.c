@@ -9,6 +9,7 @@
    Torch's `c10::Allocator` is a table of functions; this one is a copy of the default allocator's, in which two are
    others.  So no header of torch is needed, and no C++. */
 #define _GNU_SOURCE
+#include <malloc.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,6 +32,7 @@ static Ranges spare, used;
 static Address page;
 static uintptr_t limit;
 static struct { long requests, moves, new_pages, in_use, most, held; } counts;
+static long live, peak; /* bytes of all blocks that torch has got here, small ones too */
 static long moves; /* since the pool was last in whole pieces */
 
 static void* (*torch_alloc)(size_t);
@@ -161,6 +163,11 @@ static void* take(Address nbytes) {
   return (void*)block.at;
 }
 
+static void note(long nbytes) {
+  long now = __atomic_add_fetch(&live, nbytes, __ATOMIC_RELAXED), before = peak;
+  while (now > before && !__atomic_compare_exchange_n(&peak, &before, now, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 static void free_block(void* block) {
   if (!block) return;
   torch_freed(torch_reporter(), block);
@@ -169,12 +176,15 @@ static void free_block(void* block) {
   int is_own = i < used.count && used.all[i].at == (Address)block;
   if (is_own) {
     Range range = take_out(&used, i);
+    note(-(long)range.nbytes);
     counts.in_use -= range.nbytes;
     keep(range);
     shrink();
   }
   pthread_mutex_unlock(&lock);
-  if (!is_own) torch_free(block);
+  if (is_own) return;
+  note(-(long)malloc_usable_size(block));
+  torch_free(block);
 }
 
 static DataPtr allocate(void* self, size_t nbytes) {
@@ -184,7 +194,12 @@ static DataPtr allocate(void* self, size_t nbytes) {
     block = take(nbytes);
     pthread_mutex_unlock(&lock);
   }
-  if (!block) block = torch_alloc(nbytes);
+  if (block) {
+    note((nbytes + page - 1) / page * page);
+  } else {
+    block = torch_alloc(nbytes);
+    note(malloc_usable_size(block));
+  }
   torch_made(torch_reporter(), block, nbytes);
   return (DataPtr){block, free_block, block, 0, -1};
 }
@@ -231,3 +246,12 @@ void pool_counts(long* to) {
   memcpy(to, &counts, sizeof counts);
   pthread_mutex_unlock(&lock);
 }
+
+/* Begin to measure a peak, and return the bytes that are live now. */
+long pool_begin_peak(void) {
+  long now = __atomic_load_n(&live, __ATOMIC_RELAXED);
+  __atomic_store_n(&peak, now, __ATOMIC_RELAXED);
+  return now;
+}
+
+long pool_peak(void) { return __atomic_load_n(&peak, __ATOMIC_RELAXED); }

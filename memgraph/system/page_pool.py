@@ -2,6 +2,7 @@
 
     hold(module, 90_000_000)   ->   up to 90 MB of pages stay in the process while the module lives
     why_not()                  ->   "", or why freed tensors go back to the system instead
+    begin_peak(), peak()       ->   live bytes of all tensors on the CPU, and the most since then
 
 A page that the system has just given takes a fault and has to be zeroed, a hundred thousand times in a large step. The
 pool has as many pages as its blocks ever had at once: where no spare range is large enough, `page_pool.c` moves the
@@ -44,6 +45,7 @@ TORCH = (  # functions of libc10.so, in the order in which `pool_install` takes 
 )
 
 _held = dict[int, int]()  # bytes by the id of an owner
+_returns: list[bool] = []  # not empty once it was said that freed tensors go back
 
 
 class NoPoolError(Exception):
@@ -70,6 +72,9 @@ def hold(owner: object, nbytes: int) -> None:
     """
     pool = _pool()
     if isinstance(pool, str):
+        if not _returns:
+            LOG.warning("freed tensors go back to the system, and steps with a plan take new pages: %s", pool)
+            _returns.append(True)
         return_freed_memory()
         return
     if id(owner) not in _held:
@@ -83,6 +88,21 @@ def why_not() -> str:
     """Return why this process has no pool; an empty text if it has one."""
     pool = _pool()
     return pool if isinstance(pool, str) else ""
+
+
+def begin_peak() -> int | None:
+    """Begin to measure a peak of the bytes of all tensors on the CPU, whichever thread allocates them.
+
+    Return those that are live now; None where there is no pool, which counts them. Those from before it do not count.
+    """
+    pool = _pool()
+    return None if isinstance(pool, str) else int(pool.pool_begin_peak())
+
+
+def peak() -> int:
+    """Return the most bytes that were live at a time since `begin_peak`; 0 where there is no pool."""
+    pool = _pool()
+    return 0 if isinstance(pool, str) else int(pool.pool_peak())
 
 
 def pool_counts() -> PoolCounts:
@@ -114,7 +134,6 @@ def _pool() -> ctypes.CDLL | str:
     try:
         return _installed()
     except NoPoolError as error:
-        LOG.warning("freed tensors go back to the system, and steps with a plan take new pages: %s", error)
         return str(error)
 
 
@@ -137,6 +156,7 @@ def _installed() -> ctypes.CDLL:
         functions = [ctypes.cast(getattr(c10, name), ctypes.c_void_p) for name in TORCH]
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         raise NoPoolError(f"its library can't be built or loaded: {error}") from error
+    pool.pool_begin_peak.restype = pool.pool_peak.restype = ctypes.c_long
     if not pool.pool_install(*functions):
         raise NoPoolError(f"the allocator of torch {version} is not what it was when the pool was written")
     return pool

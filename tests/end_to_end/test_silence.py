@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.system.page_pool import why_not
 
 Change = Callable[[nn.Module], object]
 Wrap = Callable[[memgraph.CompiledModule], Callable[[Tensor], Tensor]]
@@ -249,3 +251,43 @@ def test_a_sweep_says_which_budgets_can_not_be_kept() -> None:
     found = memgraph.sweep(Net(), batch(), budgets=[100_000, peak], time_limit=2)
     assert [(point.budget, point.fits) for point in found.points] == [(peak, True), (100_000, False)]
     assert 100_000 < found.smallest <= peak
+
+
+class Joint(nn.Module):
+    """Its logits are 125 times as wide as what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 2000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.layer(x)[0])
+        return logits
+
+
+def of_logits(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.skipif(why_not() != "", reason="without a pool of pages nothing counts what the caller allocates")
+def test_a_loss_of_the_callers_that_exceeds_the_budget_is_said_with_its_bytes() -> None:
+    x = torch.randn(4, 50, 16)
+    budget = memgraph.plan(Joint(), x, budget=ROOM).peak
+    model, roomy = (memgraph.compile(Joint(), nbytes, accumulate=False) for nbytes in (budget, 4 * budget))
+    with pytest.warns(RuntimeWarning, match=f"as a loss outside of the model, takes .* over its budget of {budget}"):
+        of_logits(model(x)).backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once, and not where there is room
+        of_logits(model(x)).backward()
+        of_logits(roomy(x)).backward()
+    assert model.plan.measured is not None and model.plan.measured <= budget
+
+
+def test_a_loss_in_the_plan_is_not_said_to_be_outside() -> None:
+    x = torch.randn(4, 50, 16)
+    budget = memgraph.plan(Joint(), x, budget=ROOM, loss=of_logits).peak
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memgraph.compile(Joint(), budget, loss=of_logits, accumulate=False)(x).backward()

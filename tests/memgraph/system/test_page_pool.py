@@ -79,6 +79,23 @@ print(len(open("/proc/self/maps").readlines()) < 4000)
     assert said == "[] 0 True True\nTrue\n"
 
 
+@needs_compiler
+def test_blocks_of_all_sizes_and_threads_count_as_live() -> None:
+    said = child("""
+before = begin_peak()
+def work():
+    tensors = [torch.ones(count) for count in (1000, 100_000, 1_000_000)]
+    empty = torch.ones(0)
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    thread.join()
+most = peak() - before
+print(0 <= most - 4 * 1_101_000 < 20_000, begin_peak() == before, page_pool._held)
+""")
+    assert said == "True True {}\n"
+
+
 @long
 @needs_compiler
 def test_pages_go_back_when_their_owner_goes() -> None:
