@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
 from ..storage.transfer import offload_tensors
-from ..tensors.aliasing import describe_overlap, held_elsewhere
+from ..tensors.aliasing import describe_overlap, held_elsewhere, sharing_storage
 from ..tensors.layout import alias_storage_as
 
 PARAMETER, GRADIENT = "parameter", "gradient"
@@ -30,6 +30,7 @@ class StatePlacement:
     def __init__(self, module: nn.Module, location: BufferLocation = None) -> None:
         self.module, self.location = module, location
         self.gradients: dict[str, Tensor] = {}  # mapped
+        self._left_nbytes = 0
 
     def place(
         self, fakes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = (), saved: Iterable[Tensor] = ()
@@ -47,12 +48,18 @@ class StatePlacement:
         moved = {name: named[name] for name in names if buffer_slice_of(named[name].detach()) is None}
         gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
         missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
+        owned = named | dict(self.module.named_buffers())
         if moved:
-            self._refuse_move(moved, named | dict(self.module.named_buffers()), saved)
+            self._refuse_move(moved, owned, saved)
         if moved or missing:
-            self._offload(list(moved.values()), missing)
+            self._offload(moved, missing, owned)
         self._offload_states(states)
         return {(kind, name): self._slice(kind, name, named) for kind, name in fakes}
+
+    def take_left_nbytes(self) -> int:
+        """Return the bytes of tensors that have left a storage since the last call: a meter sees them as new."""
+        nbytes, self._left_nbytes = self._left_nbytes, 0
+        return nbytes
 
     def move_to_device(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
         """Copy parameters and states back to the device for good, but no parameter whose memory others hold by now."""
@@ -107,12 +114,18 @@ class StatePlacement:
         mapped = self.gradients.get(name)
         return mapped is not None and mapped.nbytes == fake.nbytes and buffer_slice_of(mapped) is not None
 
-    def _offload(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        offloaded = offload_tensors([parameter.detach() for parameter in parameters], self.location)
+    def _offload(
+        self, moved: Mapping[str, Tensor], gradients: Mapping[str, Tensor], owned: Mapping[str, Tensor]
+    ) -> None:
+        offloaded = offload_tensors([parameter.detach() for parameter in moved.values()], self.location)
         if gradients:
             self.gradients |= self.new_buffers(gradients)
-        for parameter, mapped in zip(parameters, offloaded, strict=True):
+        left = sharing_storage(moved, owned)  # views of one storage, as a flat vector, which is to be freed
+        for parameter, mapped in zip(moved.values(), offloaded, strict=True):
             parameter.data = mapped
+        for tensor in left:
+            tensor.data = tensor.detach().clone()
+            self._left_nbytes += tensor.nbytes
 
     def _offload_states(self, states: Iterable[dict[str, object]]) -> None:
         """Offload all states to one buffer: each has an open file, and their number is limited."""

@@ -143,6 +143,8 @@ class Step:
         if meter is not None:
             self._forwards_measured = len(others) + 1
             run.absent_nbytes = self.parts.absent_nbytes(tensors)
+            if self.parts.state_slots is not None:
+                run.replaced_nbytes = self.parts.state_slots.placement.take_left_nbytes()
             fused = self.parts.fused_update
             run.states_nbytes = fused.states_nbytes() if fused is not None else None
         elif self.times is None:
@@ -258,7 +260,7 @@ class Step:
         before = self.report.measured or 0
         report = replace(
             self.report, beyond=run.unplanned or several, blocks=allocated.blocks, held=allocated.held
-        ).with_measured(allocated.peak + run.others_nbytes, run.absent_nbytes, run.states_nbytes)
+        ).with_measured(allocated.peak + run.others_nbytes - run.replaced_nbytes, run.absent_nbytes, run.states_nbytes)
         if before <= (report.measured or 0):
             self.report = report
         if self.parts.halves.backward is not None:

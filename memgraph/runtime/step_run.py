@@ -80,6 +80,7 @@ class StepRun:
         self.saved_versions: list[tuple[Tensor, int]] = []
         self.unplanned = ""  # why it takes more than forecast, if it does
         self.absent_nbytes = 0  # forecast to exist before the run, but does not
+        self.replaced_nbytes = 0  # new in the place of older blocks, which the meter does not see freed
         self.others_nbytes = 0  # the most that other open runs held at the same time
         self._caller_tensors: list[weakref.ref[Tensor]] = []
         self.is_concurrent = False  # other runs are open, so autograd must sum the gradients

@@ -60,6 +60,13 @@ def held_elsewhere(named: Mapping[str, Tensor], known: Iterable[Tensor]) -> list
     return [name for name, tensor in named.items() if has_storage(tensor) and _references(tensor) > own[_id(tensor)]]
 
 
+def sharing_storage(moved: Mapping[str, Tensor], owned: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the `owned` tensors that share a storage with those that are `moved`, without these."""
+    storages = {_id(tensor) for tensor in moved.values() if has_storage(tensor)}
+    others = (tensor for name, tensor in owned.items() if name not in moved and has_storage(tensor))
+    return [tensor for tensor in others if _id(tensor) in storages]
+
+
 def _references(tensor: Tensor) -> int:
     """Return how many tensors hold a storage; 0 for that of a fake one."""
     if isinstance(tensor, FakeTensor):

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import memgraph
 from memgraph.optim.placement import PARAMETER, StatePlacement
+from memgraph.profile.memory_meter import resident_bytes
+from memgraph.storage.mapped_storage import is_offloaded
 from tests.support.smallest_budget import smallest_of
 from tests.support.streamed_state import assert_kept, batch, chain, loss, same, streamed, streams, tightest
 
@@ -51,6 +54,20 @@ def test_a_parameter_whose_memory_others_hold_stays_where_they_see_it_and_others
     assert_kept(model, needed)
     assert streams(model) and not streams(model) & {"weight", "0_weight", "4_weight"}
     assert held[0].data_ptr() == net[0].weight.data_ptr() and held[1].data_ptr() == net[4].weight.data_ptr()
+
+
+def test_parameters_that_are_views_of_one_vector_leave_it_where_some_of_them_are_streamed() -> None:
+    net = chain()
+    plain, vector = copy.deepcopy(net), parameters_to_vector(net.parameters()).detach().clone()
+    vector_to_parameters(vector, net.parameters())
+    del vector
+    needed = smallest_of(lambda: memgraph.plan(net, batch(), budget=1, loss=loss, time_limit=0))
+    model = streamed(net, needed)
+    assert same(trained(plain, plain, halve([])), trained(net, model, halve([])))
+    assert_kept(model, needed)
+    assert streams(model)
+    here = [parameter for parameter in net.parameters() if not is_offloaded(parameter)]
+    assert here and resident_bytes(here) == sum(parameter.nbytes for parameter in here)
 
 
 def test_a_refusal_names_the_parameters_whose_memory_others_hold() -> None:
