@@ -11,18 +11,10 @@
 `help(memgraph.compile)` describes each argument; see also the README and `docs/`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .system.first_line import print_first_line
-from .system.garbage import paused_collector
-
 if TYPE_CHECKING:
-    from .integrations.activation_solver import ActivationSolver as ActivationSolver
-    from .integrations.lightning_budget import LightningBudget as LightningBudget
-    from .integrations.trainer import MemoryBudget
-
-print_first_line()
-with paused_collector():  # what an import makes stays
     from .api.budget_sweep import sweep
     from .api.compiled_module import CompiledModule
     from .api.compiler import compile, plan
@@ -47,6 +39,9 @@ with paused_collector():  # what an import makes stays
         UnplannedError,
         UpdateError,
     )
+    from .integrations.activation_solver import ActivationSolver as ActivationSolver
+    from .integrations.lightning_budget import LightningBudget as LightningBudget
+    from .integrations.trainer import MemoryBudget
     from .oss import OSS, GradScaler, load_sharded, save_sharded
     from .report.budget_curve import Point, Sweep
     from .report.report import Report
@@ -54,11 +49,32 @@ with paused_collector():  # what an import makes stays
     from .stages.pipeline import Pipeline, pipeline
     from .storage.pinned_pool import PinnedError
     from .storage.spill_file import SpillError
-    from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
-    from .system.pass_log import show_log
     from .tensors.buckets import pad_to_buckets
 
-show_log()
+NAMES = {  # by module, which is imported when one of its names is asked for
+    "api.budget_sweep": ("sweep",),
+    "api.compiled_module": ("CompiledModule",),
+    "api.compiler": ("compile", "plan"),
+    "api.training_state": ("load_state", "save_state"),
+    "errors": (
+        "AgreementError", "BudgetError", "CaptureError", "CollectiveError", "FusedError", "LoweringError",
+        "MemgraphError", "NoPlanError", "OpaqueError", "PlanError", "RecordingError", "ShardError", "SnapshotError",
+        "StagesBudgetError", "StateError", "TorchVersionError", "UnplannedError", "UpdateError",
+    ),
+    "integrations.activation_solver": ("ActivationSolver",),
+    "integrations.lightning_budget": ("LightningBudget",),
+    "integrations.trainer": ("MemoryBudget",),
+    "oss": ("OSS", "GradScaler", "load_sharded", "save_sharded"),
+    "report.budget_curve": ("Point", "Sweep"),
+    "report.report": ("Report",),
+    "report.saved_plan": ("SavedPlan",),
+    "stages.pipeline": ("Pipeline", "pipeline"),
+    "storage.pinned_pool": ("PinnedError",),
+    "storage.spill_file": ("SpillError",),
+    "tensors.buckets": ("pad_to_buckets",),
+}  # fmt: skip
+MODULES = {name: module for module, names in NAMES.items() for name in names}
+TEXTS = ("errors", "report.")  # modules that know no torch
 
 __all__ = [
     "OSS",
@@ -103,24 +119,29 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers, Lightning or Inductor, or reads files, when it is asked for."""
+    """Import a name when it is asked for: torch's compilers, which tracing needs, take a second."""
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        return _version()
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .system.garbage import paused_collector
 
-        try:
-            return version(__name__)
-        except PackageNotFoundError as error:
-            raise AttributeError("memgraph was not installed, so it has no version: pip install .") from error
-    if name == "MemoryBudget":
-        from .integrations.trainer import MemoryBudget
+    with paused_collector():  # what an import makes stays
+        if not MODULES[name].startswith(TEXTS):
+            import_module(".system.private_names", __name__)  # checked before others use them
+        value = getattr(import_module(f".{MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
 
-        return MemoryBudget
-    if name == "LightningBudget":
-        from .integrations.lightning_budget import LightningBudget
 
-        return LightningBudget
-    if name == "ActivationSolver":
-        from .integrations.activation_solver import ActivationSolver
+def __dir__() -> list[str]:
+    return sorted({*globals(), *MODULES})
 
-        return ActivationSolver
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError as error:
+        raise AttributeError("memgraph was not installed, so it has no version: pip install .") from error

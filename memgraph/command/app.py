@@ -8,8 +8,11 @@ Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 import warnings
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -18,12 +21,7 @@ from passes import BudgetError
 
 from ..errors import MemgraphError
 from ..system.pass_log import DEBUG
-from .demo import demo
-from .doctor import doctor
-from .files import diff, show, verify
-from .fit import fit
 from .output import fail, say
-from .planning import explain, plan, sweep
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of typer's own copy of it
 FITS, FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -39,17 +37,31 @@ HELP = """Will a training step fit a number of bytes, what does it cost, and why
 Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted.
 """
 
-app = typer.Typer(
-    name="memgraph",
-    help=HELP,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for each in (plan, fit, sweep, explain, show, diff, verify, doctor, demo):
-    app.command()(each)
+COMMANDS = {  # and the module that has it
+    "plan": "planning", "fit": "fit", "sweep": "planning", "explain": "planning", "show": "files", "diff": "files",
+    "verify": "files", "doctor": "doctor", "demo": "demo",
+}  # fmt: skip
+TEXT = "files"  # the module that needs no torch
+
+
+def app_of(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the command that these words name, or with all, whose import takes seconds."""
+    app = typer.Typer(
+        name="memgraph",
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(lambda: None)  # one command is a command too
+    named = next((word for word in words if not word.startswith("-")), "")
+    if named in COMMANDS and COMMANDS[named] != TEXT and {"-h", "--help"}.isdisjoint(words):
+        say("loading torch")
+    for name in [named] if named in COMMANDS else COMMANDS:
+        app.command(name)(getattr(import_module(f".{COMMANDS[name]}", __package__), name))
+    return app
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,6 +85,7 @@ def _warned(
 
 def _run(arguments: list[str] | None) -> int:
     try:
+        app = app_of(sys.argv[1:] if arguments is None else arguments)
         code = app(args=arguments, prog_name="memgraph", standalone_mode=False)
         if code == INTERRUPTED:  # typer has caught it
             raise KeyboardInterrupt

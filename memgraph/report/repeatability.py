@@ -16,8 +16,6 @@ import re
 from collections import Counter
 from functools import partial
 
-import torch
-
 from passes import Offload, Op, Stream, Trace
 from passes.ir.decisions import HOST
 from passes.ir.ops import SEGMENT
@@ -85,6 +83,10 @@ ON_CPU = frozenset((*PUTS, "index_copy", "put"))  # as the same documentation sa
 THREADED = 1 << 15  # numbers from which on several threads of a CPU write them
 SCANNING = ("cumsum",)  # of floating point numbers alone
 FLOATS = ("f", "bf", "c")
+OPTIMIZERS = frozenset((  # of torch.optim, which is not imported to read a plan
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+))  # fmt: skip
 SIZED = "memgraph_guards."  # an op of torch's whose result's sizes are checked
 OPAQUE = "memgraph_opaque."
 LOOKED_AT = ("aten.", "prims.", "memgraph", "getitem", "<")  # the last are Python's own functions of sizes
@@ -183,4 +185,4 @@ def _not_looked_at(report: ReportData) -> str:
 
 
 def _is_update_of_torch(op: Op) -> bool:
-    return op.phase == "update" and hasattr(torch.optim, op.fn.removesuffix(".step"))
+    return op.phase == "update" and op.fn.removesuffix(".step") in OPTIMIZERS

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from passes import (
     NO_PROOFS,
     BrokenTrace,
@@ -31,7 +29,7 @@ from passes.ir.liveness import released
 from passes.order.microbatch_order import order_like
 
 from ..errors import PlanError
-from .saved_plan import REPLAN, SavedPlan, with_saved_prices, without_prices
+from .saved_plan import REPLAN, SavedPlan, torch_version, with_saved_prices, without_prices
 
 
 def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> PlanResult:
@@ -66,8 +64,8 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
 
 def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
     """Raise a PlanError if the plan is for another torch, another device or another step."""
-    if plan.torch != str(torch.__version__):
-        raise PlanError(f"the saved plan is for torch {plan.torch}, this is {torch.__version__}; {REPLAN}")
+    if plan.torch != (here := torch_version()):
+        raise PlanError(f"the saved plan is for torch {plan.torch}, this is {here}; {REPLAN}")
     there, here = (known.device.partition(":")[0] for known in (plan.machine, machine))
     if there != here:
         raise PlanError(f"the saved plan is for {there}, and the model is on {here}; {REPLAN}")

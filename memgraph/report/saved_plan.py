@@ -19,8 +19,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from passes import (
     NO_PROOFS,
     BoundProofs,
@@ -160,12 +158,19 @@ class SavedPlan:
 PlanRecord = SavedPlan | str | PathLike[str]
 
 
+def torch_version() -> str:
+    """Return the version of torch, which is not imported for plans that are only read."""
+    import torch
+
+    return str(torch.__version__)
+
+
 def record_plan(
     choice: PlanResult, machine: Machine, slices: tuple[Slice, ...] = (), facts: dict[str, Any] | None = None
 ) -> SavedPlan:
     """Return the plan in the form that is saved."""
     trace, forecast = choice.captured.trace, choice.forecast
-    version, prices = str(torch.__version__), with_saved_prices(trace, machine)
+    version, prices = torch_version(), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
     forecasts = forecast.peak, forecast.us
     return SavedPlan(

@@ -2,7 +2,6 @@
 
 device               memory of a device; make a process return freed memory
 byte_sizes           "8GB" -> bytes
-first_line           what the command line prints before torch is imported
 garbage              pause Python's garbage collector, or leave older objects out of it
 measurement_cache    measurements on disk, for later processes
 trial_room           the bytes left for ops that run during a capture

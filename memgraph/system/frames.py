@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
+_found = find_spec("torch")  # which commands that only read text do not import
+TORCH = os.path.join(os.path.dirname(_found.origin or "") if _found is not None else "", "")
 T = TypeVar("T")
 NN = os.path.join(TORCH, "nn", "")
 MEMGRAPH = str(Path(__file__).parents[1]) + os.sep
@@ -63,6 +65,8 @@ def running(kind: type[T]) -> T | None:
 
 def _modules_in(method: str, frames: Iterable[FrameType]) -> Iterator[nn.Module]:
     """Return the modules whose method of this name runs in a frame, in the order of the frames."""
+    from torch import nn
+
     owners = (_owner(frame) for frame in frames if frame.f_code.co_name == method)
     return (owner for owner in owners if isinstance(owner, nn.Module))
 

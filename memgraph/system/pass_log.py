@@ -59,3 +59,6 @@ class PassLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"{self._count:02d}-{name}.txt").write_text(str(best.forecast.trace))
         self._count += 1
+
+
+show_log()  # before anything is logged

@@ -1,4 +1,4 @@
-"""Check at import that torch has the private names that memgraph uses.
+"""Check at first use that torch has the private names that memgraph uses.
 
     torch 2.16 has no torch._C._storage_Use_Count   ->   TorchVersionError: torch 2.16.0 lacks what memgraph uses: ...
 

@@ -102,8 +102,8 @@ def test_a_torch_that_was_never_tested_is_one_warning(monkeypatch: pytest.Monkey
     assert len(warned) == 1
 
 
-def test_importing_memgraph_on_a_torch_without_such_a_name_is_one_error() -> None:
-    script = "import torch, torch._subclasses as s\ndel torch._C._DisableAutocast\nimport memgraph"
+def test_the_first_use_of_a_torch_without_such_a_name_is_one_error() -> None:
+    script = "import torch, torch._subclasses as s\ndel torch._C._DisableAutocast\nimport memgraph\nmemgraph.compile"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "TorchVersionError: torch " in found.stderr and "_DisableAutocast (casts stand in the graph" in found.stderr
