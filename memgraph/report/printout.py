@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 TOP = 10  # rows of the table of the peak
 ASSUMPTIONS = 5  # that are printed
+DISPROVED = (
+    "proven: no bound, since the step took less than the prices of its ops allow: they are of a slower machine, or "
+    "of one with other work"
+)
 NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
@@ -235,13 +239,16 @@ def _taken(report: ReportData) -> list[str]:
 
 
 def _proven(report: ReportData) -> list[str]:
-    """State the proven bound, and the class of plans that it holds for.
+    """State the proven bound, and the class of plans that it holds for; none that the step itself has disproved.
 
     In a region ops take less than the prices that the bound was proven at.
     """
     is_alone = report.choice.others is None
     if not report.plan and is_alone:
         return []
+    taken_us = report.recent_us or report.measured_us
+    if taken_us is not None and taken_us < report.lower_bound:
+        return [DISPROVED]
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
     of = _class_cuts(report)

@@ -74,8 +74,6 @@ class ReportData:
         recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
             without the time between the two; None while there are fewer.
         expected_us: forecast of those steps in microseconds; set together with `recent_us`.
-        plain_us: microseconds of eager's step by the prices that ops had before any step ran. 0 if the
-            prices of `choice` are those.
         planned_us: microseconds of capture, pricing and planning.
         counted: True if an optimizer was given, so that its states are part of the forecast.
         beyond: reason why the measured step exceeded its forecast, if it did.
@@ -114,7 +112,6 @@ class ReportData:
     repriced_us: float | None = None
     recent_us: float | None = None
     expected_us: float = 0.0
-    plain_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
     beyond: str = ""
@@ -155,8 +152,8 @@ class ReportData:
 
     @property
     def as_it_is_us(self) -> float:
-        """Microseconds of eager's step: without a plan."""
-        return self.plain_us or self.choice.captured.us
+        """Microseconds of eager's step, without a plan, by the prices of the forecast."""
+        return self.choice.captured.us
 
     @property
     def longer(self) -> float:

@@ -52,17 +52,13 @@ def reference() -> str:
 
 
 def public_names() -> list[str]:
-    """Return the names in `memgraph.__all__`, and those that are imported when they are asked for."""
-    asked = [node for node in ast.walk(_tree(PACKAGE / "__init__.py")) if isinstance(node, ast.Compare)]
-    late = {ast.literal_eval(node.comparators[0]) for node in asked if ast.unparse(node.left) == "name"} - {
-        "__version__"
-    }
-    (listed,) = (
+    """Return the names that the package imports when they are asked for."""
+    (by_module,) = (
         ast.literal_eval(node.value)
         for node in _tree(PACKAGE / "__init__.py").body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMES"
     )
-    return sorted({*listed, *late}, key=lambda name: (name.lower(), name))
+    return sorted((name for names in by_module.values() for name in names), key=lambda name: (name.lower(), name))
 
 
 def definition(name: str, file: Path) -> Source | None:

@@ -48,7 +48,7 @@ def _figures(report: ReportData) -> Columns:
         "measured": report.measured,
         "us": report.forecast.us,
         "measured_us": report.measured_us,
-        "as_it_is": {"us": report.as_it_is_us, "captured_us": plain.us, "peak": plain.peak},
+        "as_it_is": {"us": plain.us, "peak": plain.peak},
         "bound_us": 0.0 if choice.greedy else choice.lower_bound,
         "gap": choice.gap,
         "decided_count": len(report.plan),

@@ -238,6 +238,14 @@ def test_the_bound_of_a_step_with_regions_is_one_of_ops() -> None:
     assert "proven, before all ops between two memory ops are compiled as one: no plan in which each value" in printed
 
 
+def test_a_bound_that_the_step_has_disproved_is_not_stated() -> None:
+    wanted = "proven: no bound, since the step took less than the prices of its ops allow"
+    offload = "recompute h: before dv"
+    assert wanted in " ".join(report(DISK, offload, measured_us=1000.0).split())
+    assert "takes less than" in " ".join(report(DISK, offload, measured_us=9000.0).split())
+    assert wanted in " ".join(report(DISK, offload, recent_us=1000.0, expected_us=1000.0).split())
+
+
 def test_a_step_that_is_compiled_in_part() -> None:
     lowered = parse(str(TRAIN).replace("aten.gelu.default(a)", "memgraph.segment(a)"))
     facts: dict[str, Any] = {"lowered": predict(lowered, DISK), "apart_us": 4720.0, "uncompiled": 1}
