@@ -14,6 +14,7 @@ from torch import nn
 
 from .hashed_tuple import HashedTuple
 from .module_attributes import AttributeWalk
+from .module_proxy import all_submodules
 from .variable_guard import VariableGuard, VariableWalk
 
 Places = dict[
@@ -58,7 +59,9 @@ class AttributeGuard:
     def key(self) -> Hashable:
         before, walk = self._walk, self._walk
         if walk is None or walk.is_stale():
-            self._walk = walk = AttributeWalk(ignored=self._ignored)
+            self._walk = walk = AttributeWalk(
+                ignored=self._ignored, owned={id(part) for _, part in all_submodules(self.module)}
+            )
             walk.describe(self.module, 0)
             self._variables.search()
         variables = self._variables.walk

@@ -77,10 +77,14 @@ class AttributeWalk:
 
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     `ignored` are attributes, by the id of their module and name, that are not described.
+    `owned` are the ids of modules whose parameters and buffers the key of a call has; None for all.
     """
 
-    def __init__(self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset()) -> None:
-        self.inputs, self.ignored = inputs or {}, ignored
+    def __init__(
+        self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset(),
+        owned: Set[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs, self.ignored, self.owned = inputs or {}, ignored, owned
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
@@ -119,7 +123,7 @@ class AttributeWalk:
             self._describe_new(thing, depth)
 
     def describe_state(self, values: dict[Any, Any] | None, by_identity: bool) -> None:
-        """Append hooks by identity. Parameters and buffers count by name: the key of a call has their tensors."""
+        """Append hooks by identity. Parameters and buffers that a call owns count by name: its key has the tensors."""
         if not values:
             self._empty.append(values)
             self.tokens.append(0)
@@ -164,8 +168,12 @@ class AttributeWalk:
         self._keep(read(attributes))
         self._check(lambda: (type(module), len(attributes), *map(id, read(attributes))))
         self.tokens += [IdentityKey(type(module)), names]
+        is_owned = self.owned is None or id(module) in self.owned
         for name in (*STATE, *HOOKS):
-            self.describe_state(attributes.get(name), by_identity=name in HOOKS)
+            if name in STATE and not is_owned:
+                self._describe_mapping(attributes[name], depth)
+            else:
+                self.describe_state(attributes.get(name), by_identity=name in HOOKS)
         for name in names:
             # Depth counts from the innermost module.
             if name == "_modules":

@@ -42,16 +42,21 @@ STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 @dataclass(frozen=True, eq=False)
 class OuterScopes:
-    """The scopes that the code of some submodules refers to, and its functions."""
+    """The scopes that the code of some submodules refers to, and its functions.
+
+    Attributes:
+        held: the ids of those functions that an attribute, a closure, a partial or a class holds.
+    """
 
     scopes: tuple[Scope, ...] = ()
     functions: tuple[FunctionType, ...] = ()
+    held: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, parts: Iterable[nn.Module]) -> OuterScopes:
         """Return those of the classes of submodules, and of the functions and objects among their attributes."""
         search = _Search(tuple(parts))
-        return cls(tuple(search.scopes.values()), tuple(search.functions))
+        return cls(tuple(search.scopes.values()), tuple(search.functions), frozenset(search.held))
 
     def only(self, variables: Iterable[OuterVariable]) -> OuterScopes:
         """Return the scopes of some variables."""
@@ -86,14 +91,15 @@ class _Search:
     def __init__(self, parts: tuple[nn.Module, ...]) -> None:
         self.scopes: dict[int, Scope] = {}  # by the id of what has the variables
         self.functions: list[FunctionType] = []
+        self.held = set[int]()
         self._mentioned = set(ENTRIES)  # names in code
         self._methods: dict[str, list[Any]] = {}  # by name, as long as no code mentions them
         self._waiting = deque[tuple[str, Any]]()  # with their names
         kinds = tuple(dict.fromkeys(base for part in parts for base in type(part).__mro__))
         self._packages = set(map(_package, kinds)) - KNOWN
-        self._waiting.extend(("", kind) for kind in kinds)
-        for value in (value for part in parts for value in vars(part).values()):
-            self._waiting.append(("", value if _is_code(value) else type(value)))
+        self._wait(kinds)
+        values = (value for part in parts for value in vars(part).values())
+        self._wait(value if _is_code(value) else type(value) for value in values)
         seen = set[int]()
         while self._waiting and len(seen) < MANY:
             title, thing = self._waiting.popleft()
@@ -101,11 +107,19 @@ class _Search:
                 seen.add(id(thing))
                 self._enter(title, thing)
 
+    def _wait(self, things: Iterable[Any], title: str = "") -> None:
+        """Enter things later that something other than a global's name refers to."""
+        for thing in things:
+            self.held.add(id(thing))
+            self._waiting.append((title, thing))
+
     def _enter(self, title: str, thing: Any) -> None:
         if isinstance(thing, functools.partial):
-            self._waiting.extend(("", inner) for inner in (thing.func, *thing.args, *thing.keywords.values()))
+            self._wait((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, MethodType):
-            self._waiting.append(("", thing.__func__))
+            self._wait([thing.__func__])
+            if not isinstance(thing.__self__, nn.Module):
+                self._wait([thing.__self__], type(thing.__self__).__qualname__)
         elif isinstance(thing, FunctionType):
             if self._is_open(thing):
                 self._enter_function(thing)
@@ -126,12 +140,13 @@ class _Search:
         return package in self._packages or thing in NAMESPACES or not _is_installed(package)
 
     def _enter_class(self, kind: type) -> None:
-        """Add its attributes, and those of its methods that some code mentions."""
+        """Add its attributes, and those of its methods that some code mentions; its bases come later."""
         self._add(kind, f"{kind.__qualname__}.{{}}", kind)
+        self._wait(kind.__bases__)
         for name, value in vars(kind).items():
-            methods = [("", function) for function in _functions_of(value)]
+            methods = list(_functions_of(value))
             if name in self._mentioned or (name.startswith("__") and not issubclass(kind, nn.Module)):
-                self._waiting.extend(methods)
+                self._wait(methods)
             else:
                 self._methods.setdefault(name, []).extend(methods)
 
@@ -140,17 +155,17 @@ class _Search:
         title = function.__qualname__
         names, assigns_globals = names_in(function.__code__)
         for name in (names - self._mentioned) & self._methods.keys():
-            self._waiting.extend(self._methods.pop(name))
+            self._wait(self._methods.pop(name))
         self._mentioned |= names
         self._enter_names(function, function.__module__, function.__globals__, names, assigns_globals)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             label = f"the variable {name} that {title} closes over"
             self._add(function, label, cell, {name})
-            self._waiting.extend((label, value) for value in cell_contents(cell))
+            self._wait(cell_contents(cell), label)
         if defaults := _defaults(function):
             self.scopes[id(function.__code__)] = Scope(f"the default of {{}} in {title}", defaults, set(defaults))
         self._add(function, f"{title}.{{}}", vars(function))
-        self._waiting.extend(("", value) for value in vars(function).values() if _is_code(value))
+        self._wait(value for value in vars(function).values() if _is_code(value))
 
     def _enter_names(self, of: Any, title: str, content: dict[str, Any], names: set[str], assigns: bool) -> None:
         """Add the globals with these names, those that the code `assigns` later included."""

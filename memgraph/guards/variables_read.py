@@ -27,7 +27,7 @@ ATTRIBUTE_OPS = ("LOAD_ATTR", "LOAD_METHOD")
 
 def variables_read(scopes: OuterScopes) -> tuple[Scope, ...]:
     """Return the scopes of what code refers to with the names that it reads."""
-    functions = _functions_that_may_run(scopes.functions)
+    functions = _functions_that_may_run(scopes)
     mentioned = set(ENTRIES).union(*(names_in(function.__code__)[0] for function in functions))
     loaded: dict[int, set[str]] = {id(function.__globals__): set() for function in scopes.functions}
     whole = set[int]()  # of files and objects whose attributes are read otherwise than by the path of a global
@@ -46,10 +46,11 @@ def variables_read(scopes: OuterScopes) -> tuple[Scope, ...]:
     return tuple(found)
 
 
-def _functions_that_may_run(functions: Sequence[FunctionType]) -> list[FunctionType]:
+def _functions_that_may_run(scopes: OuterScopes) -> list[FunctionType]:
     """Return functions without the globals that no code loads: an attribute of that name is mentioned somewhere."""
-    unsure = {id(function) for function in functions if function.__globals__.get(function.__name__) is function}
-    found = [function for function in functions if id(function) not in unsure]
+    named = {id(function) for function in scopes.functions if function.__globals__.get(function.__name__) is function}
+    unsure = named - scopes.held
+    found = [function for function in scopes.functions if id(function) not in unsure]
     for function in found:
         for path in _paths(function.__code__):
             for _, _, value in _loads(path, function.__globals__):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from ...graph.gradient_sums import ADD_ARRIVAL
 from ...tensors.loss_outputs import reachable_nodes
 from ..call.set_gradients import set_gradient_error
 from ..fake_tensors import without_autocast
+
+GRAD: Any = inspect.getattr_static(Tensor, "grad")  # torch's own
 
 
 def insert_tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
@@ -94,10 +99,38 @@ def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
             raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
 
 
+@contextmanager
+def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> Iterator[None]:
+    """Raise if the block reads the `.grad` of one of the step's inputs, which a trace has none of."""
+    inputs, thread, errors = {id(v): role for role, v in zip(roles, values, strict=False)}, get_ident(), []
+
+    def read(tensor: Tensor) -> Any:
+        if id(tensor) in inputs and get_ident() == thread:
+            errors.append(
+                CaptureError(
+                    f"forward, or a function's backward, reads the .grad of {inputs[id(tensor)].label}, which "
+                    "is no input of the step: give it as an argument, or keep what is needed of it in a buffer"
+                )
+            )
+            raise errors[-1]
+        return _grad(tensor)
+
+    with mock.patch.object(Tensor, "grad", property(read, GRAD.__set__, GRAD.__delete__), create=True):
+        yield
+    if errors:
+        raise errors[0]  # it was caught
+
+
+def _grad(tensor: Tensor) -> Tensor | None:
+    with torch._C.DisableTorchFunction():  # or the trace's mode would ask for the property again
+        found: Tensor | None = GRAD.__get__(tensor)
+    return found
+
+
 def refuse_set_gradients(roles: Sequence[Input], values: Sequence[Tensor], where: str) -> None:
     """Raise if the trace has left a gradient in one of its inputs."""
     for role, value in zip(roles, values, strict=False):
-        if value.is_leaf and value.grad is not None:
+        if value.is_leaf and _grad(value) is not None:
             raise set_gradient_error(role, where)
 
 

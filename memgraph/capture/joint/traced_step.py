@@ -34,6 +34,7 @@ from .gradients import (
     gradient_sources,
     insert_tangent,
     refuse_lost,
+    refuse_read_gradients,
     refuse_set_gradients,
     refuse_sparse,
 )
@@ -93,6 +94,7 @@ class TracedStep:
         with (
             own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer))),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
+            refuse_read_gradients(self.inputs, values),
             self._running(values),
         ):
             outputs = self._read(self._forward(values), values)

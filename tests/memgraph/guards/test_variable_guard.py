@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import sys
 import types
@@ -41,6 +42,47 @@ class Settings:
         return 2 * self.scale
 
 
+class Shared:
+    """Eager's copy of a model refers to the same one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class Trainer(Shared):
+    def __init__(self) -> None:
+        self.beta = 1
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y * self.beta
+
+    def total(self, y: Tensor) -> Tensor:
+        return self.scaled(y).sum()
+
+
+class Criterion(Shared, nn.CrossEntropyLoss):
+    pass
+
+
+class Base:
+    base_scale = 1
+
+
+class Derived(Base):
+    pass
+
+
+def scaled(y: Tensor) -> Tensor:
+    return y * NUMBER
+
+
+def calling(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda part, x: function(part.linear(x))
+
+
+TRAINER, CRITERION, CLOSED_OVER_CODE = Trainer(), Criterion(weight=torch.ones(8)), calling(scaled)
+
+
 class OwnDict(dict[str, int]):
     pass
 
@@ -64,6 +106,8 @@ class Reading(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.then = then
         self.step = self.loss = 2
+        self.held, self.bound, self.method = scaled, functools.partial(scaled), TRAINER.scaled
+        self.criteria = [CRITERION]
 
     def forward(self, x: Tensor) -> Any:
         return self.then(self, x)
@@ -118,6 +162,23 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Any]]] = {
     "a dict of a class of its own": (lambda part, x: part.linear(x) * OWN["scale"], lambda i: OWN.update(scale=i)),
     "a method that is replaced": (
         lambda part, x: part.linear(x) * SETTINGS.doubled(), lambda i: setattr(Settings, "doubled", DOUBLED[i % 2])
+    ),
+    "what a function of the file reads that an attribute holds": (
+        lambda part, x: part.held(part.linear(x)), set_global("NUMBER", 1, 2, 3)
+    ),
+    "what a function in a partial reads": (
+        lambda part, x: part.bound(part.linear(x)), set_global("NUMBER", 1, 2, 3)
+    ),
+    "what a function in a closure reads": (CLOSED_OVER_CODE, set_global("NUMBER", 1, 2, 3)),
+    "what a bound method reads of its object": (
+        lambda part, x: part.method(part.linear(x)), lambda i: setattr(TRAINER, "beta", i)
+    ),
+    "an attribute of a base of a class": (
+        lambda part, x: part.linear(x) * Derived.base_scale, lambda i: setattr(Base, "base_scale", i + 1)
+    ),
+    "a buffer of a module that is no submodule": (
+        lambda part, x: part.criteria[0](part.linear(x), torch.arange(4)),
+        lambda i: setattr(CRITERION, "weight", torch.linspace(1.0, 1.0 + i, 8)),
     ),
     "an attribute of an object": (
         lambda part, x: part.linear(x) * OPTIONS.alpha, lambda i: setattr(OPTIONS, "alpha", 1.0 + i)
@@ -259,3 +320,40 @@ def test_equal_values_are_the_same_key() -> None:
     assert attributes.key == before
     globals().update(NUMBERS=[1, 2.0])
     assert attributes.key != before
+
+
+@pytest.mark.filterwarnings("ignore:.*were each captured")
+def test_what_a_loss_reads_takes_effect_when_it_changes() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = CRITERION
+
+        def forward(self, y: Tensor) -> Tensor:
+            return self.inner(y, torch.arange(4)) * NUMBER
+
+    losses: list[Callable[[Tensor], Tensor]] = [lambda y: TRAINER.scaled(y).sum(), Whole()]
+    for given in (*losses, TRAINER.total):
+        module, x = nn.Linear(8, 8), torch.randn(4, 8)
+        compiled = memgraph.compile(module, "1GB", loss=given)
+        for i in (1, 2, 3, 1):
+            TRAINER.beta, CRITERION.weight = i, torch.linspace(1.0, i, 8)
+            globals()["NUMBER"] = i
+            assert torch.equal(compiled(x), given(module(x)))
+
+
+def test_a_forward_that_reads_a_gradient_is_refused_by_name() -> None:
+    module = Reading(lambda part, x: part.linear(x) + (0 if part.linear.bias.grad is None else part.linear.bias.grad))
+    with pytest.raises(memgraph.CaptureError, match=r"reads the \.grad of parameter linear\.bias"):
+        memgraph.compile(module, "1GB")(torch.randn(4, 8))
+    with pytest.raises(memgraph.CaptureError, match=r"reads the \.grad of parameter linear\.bias"):
+        memgraph.compile(Reading(_catching), "1GB")(torch.randn(4, 8))
+
+
+def _catching(part: Any, x: Tensor) -> Tensor:
+    try:
+        part.linear.bias.grad  # noqa: B018
+    except Exception:
+        x = 2 * x
+    result: Tensor = part.linear(x)
+    return result
