@@ -205,15 +205,15 @@ class AttributeWalk:
         self.tokens.append((IdentityKey(kind), len(thing)) if is_container else IdentityKey(kind))
         if is_container:
             self._describe_container(thing, depth)
-        attributes, slots = getattr(thing, "__dict__", None), _slots(kind)
+        attributes, named = getattr(thing, "__dict__", None), slots(kind)
         if isinstance(attributes, dict):
             self._check(lambda: type(thing))  # it can be assigned, as that of a module can
             self._describe_mapping(attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset())
-        if slots:
-            self._check(lambda: [id(getattr(thing, name, None)) for name in slots])
-            for name in slots:
+        if named:
+            self._check(lambda: [id(getattr(thing, name, None)) for name in named])
+            for name in named:
                 self.describe(getattr(thing, name, None), depth + 1)
-        if not is_container and attributes is None and not slots:
+        if not is_container and attributes is None and not named:
             self.tokens.append(IdentityKey(thing))
 
     def _describe_container(self, thing: Any, depth: int) -> None:
@@ -280,7 +280,8 @@ def _is_from_torch(thing: Any) -> bool:
 
 
 @functools.lru_cache(4096)
-def _slots(kind: Any) -> tuple[str, ...]:
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for group in slots for name in ((group,) if isinstance(group, str) else tuple(group))]
+def slots(kind: Any) -> tuple[str, ...]:
+    """Return the names of a class's `__slots__`, and of its bases'."""
+    groups = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for group in groups for name in ((group,) if isinstance(group, str) else tuple(group))]
     return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))

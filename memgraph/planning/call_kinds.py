@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 MANY_SIZES = 3  # different sizes or numbers in one argument: then warn
 MANY_ALIKE = 6  # calls with equal sizes: training, eval, and each with and without gradients make four
 KEPT = 16  # forms of calls that are counted; the least recent one is dropped
-PAD = "pad it to a few lengths, to multiples of 64 say"
+PAD = "pad it to a few sizes, as multiples of 8 or 64"
 DROP = "if it is that of the batch, leave out a smaller last one (drop_last=True of a DataLoader)"
 TENSOR = "give a tensor instead of the number"
 REST = "time_limit= shortens planning, and plan= spares it"

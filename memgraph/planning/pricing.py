@@ -63,7 +63,7 @@ class Pricing:
         target, ranks = step.target, step.ranks
         machine = Machine(ranks.least_budget(target.budget), str(target.device))
         plain = step.summarize()
-        machine = ranks.with_network(machine)
+        machine = ranks.with_network(machine, _room(step.inputs, self.state, target))
         with ranks.reporting_errors():
             libraries_nbytes(target.device)  # loads them before anything is measured
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
@@ -154,7 +154,12 @@ def op_profiler(
     progress: Progress | None = None,
 ) -> OpProfiler:  # fmt: skip
     """Return a profiler for a step with these inputs that takes at most half of the device's free memory."""
-    room = room_nbytes(target.budget, target.device, state.resident_nbytes(), batch_nbytes(inputs))
+    room = _room(inputs, state, target)
     counted = progress.done if progress is not None else int
     most = unused_nbytes(target.device) // 2
     return OpProfiler(most, room, until, times=times, counted=counted, fixed_modes=True)
+
+
+def _room(inputs: Iterable[fx.Node], state: OptimizerState, target: Target) -> int:
+    """Return the bytes that the budget leaves for measurements."""
+    return room_nbytes(target.budget, target.device, state.resident_nbytes(), batch_nbytes(inputs))

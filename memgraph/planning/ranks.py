@@ -36,7 +36,7 @@ class Ranks:
         """Return the smallest budget of all ranks."""
         return budget
 
-    def with_network(self, machine: Machine) -> Machine:
+    def with_network(self, machine: Machine, room: int) -> Machine:
         """Return the machine with the network between the ranks, if the step uses it."""
         return machine
 
@@ -76,8 +76,8 @@ class JointRanks(Ranks):
     def least_budget(self, budget: int) -> int:
         return self.planner.minimum(budget)
 
-    def with_network(self, machine: Machine) -> Machine:
-        return measure_network(machine, self.optimizer, self.planner) if self.exchanges else machine
+    def with_network(self, machine: Machine, room: int) -> Machine:
+        return measure_network(machine, self.optimizer, self.planner, room) if self.exchanges else machine
 
     def reporting_errors(self) -> AbstractContextManager[None]:
         return self.planner.reporting_errors()

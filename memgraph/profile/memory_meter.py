@@ -199,18 +199,24 @@ class CudaMeter:
 
 
 class OutsideMeter:
-    """Measures what the caller allocates from the end of a forward to the begin of its backward, in all threads."""
+    """Measures what the caller allocates from the end of a forward to the begin of its backward, in all threads.
+
+    The next meter ends this one: what another forward allocates is no work of the caller's.
+    """
+
+    latest: OutsideMeter | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, page_pool.begin_peak() if device.type == "cpu" else 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
+        OutsideMeter.latest = self
 
     @property
     def peak(self) -> int:
         """The peak above the begin in bytes; 0 where nothing counts them."""
-        if self._before is None:
+        if self._before is None or OutsideMeter.latest is not self:
             return 0
         most = page_pool.peak() if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
         return max(0, most - self._before)

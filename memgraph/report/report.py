@@ -49,11 +49,14 @@ class Report(ReportData):
             absent: bytes of the forecast's inputs that did not exist before the step.
             states: bytes of optimizer states that existed before, if they differ from the forecast's.
         """
+        staging = int(self.forecast.by_kind["staging"].max(initial=0))
+        return replace(self, unmeasured="", measured=self.resident_nbytes(absent, states) + allocated + staging)
+
+    def resident_nbytes(self, absent: int = 0, states: int | None = None) -> int:
+        """Return the bytes of the step's inputs, with the same arguments."""
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         resident = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
-        resident -= self.forecast.trace.other_nbytes  # other open forwards are measured if they exist
-        staging = int(self.forecast.by_kind["staging"].max(initial=0))
-        return replace(self, unmeasured="", measured=resident + allocated + staging)
+        return resident - self.forecast.trace.other_nbytes  # other open forwards are measured if they exist
 
     def after(self, first: Report) -> Report:
         """Return the report of a plan that replaces the one of `first`, with what stays true of the step."""

@@ -190,12 +190,12 @@ class BackwardPass:
     def _warn(self) -> None:
         """Warn if what no plan counts exceeds the budget: a kept graph, gradients beside existing ones, a loss."""
         forecast, nbytes = self.report.forecast, self._unused_gradients_nbytes()
-        boundary, outside = forecast.trace.boundary, self.outside_nbytes
-        held = int(forecast.total[boundary - 1 : boundary + 1].min(initial=forecast.peak))
+        outside = self.outside_nbytes
         said = f"what is computed between forward and backward, as a loss outside of the model, takes {outside} bytes"
         unless = "the model computes its loss (memgraph.compile does so with loss=), which is planned then"
-        if outside:
-            self._warn_over(held + outside, said, unless)
+        if outside and self.run.held_nbytes + outside > self.report.budget:
+            self.run.note_outside()
+            self._warn_over(self.run.held_nbytes + outside, said, unless)
         if self.keep:
             said = "backward(retain_graph=True) keeps all that forward saved"
             self._warn_over(forecast.retained, said, "each forward has one backward")

@@ -40,6 +40,9 @@ from .undo import restoring_generators
 MANY = 8  # from so many open forwards on, one warning covers larger numbers
 
 
+OUTSIDE = 0  # of `warned`: the caller's own work needs no further warning
+
+
 class Step:
     """The step of one signature.
 
@@ -77,6 +80,7 @@ class Step:
         self._replan, self._on_measured = replan, on_measured
         self._replan_due = replan is not None and history is None
         self.failures: Counter[int] = Counter()  # of guards, by number
+        self._held = 0  # bytes behind forward, when it was measured
         self._forwards_measured = 0  # the most forwards that were open when one of them was measured
 
     def __call__(
@@ -118,16 +122,26 @@ class Step:
             with _window(meter):
                 if run.gather is not None:
                     run.gather.open()
-                if differentiable:
-                    context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
-                    outputs = list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
-                    if meter is not None:
-                        run.outside = OutsideMeter(self.device)
-                    return outputs
-                return run.forward(tensors, self.parts.roles.outputs)
+                if not differentiable:
+                    return run.forward(tensors, self.parts.roles.outputs)
+                context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
+                outputs = list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
+            self._begin_outside(run)
+            return outputs
         finally:
             if not differentiable:
                 self.finish(run)
+
+    def _begin_outside(self, run: StepRun) -> None:
+        """Measure what the caller allocates until backward; on a GPU once, since that resets the caller's counters."""
+        allocated = run.meter.allocated() if run.meter is not None else None
+        if allocated is not None:
+            resident = self.report.resident_nbytes(run.absent_nbytes, run.states_nbytes)
+            self._held = resident + allocated.net - run.replaced_nbytes
+        is_measured = allocated is not None or self.device.type == "cpu"
+        if self._held and is_measured and not run.is_concurrent and OUTSIDE not in self.warned:
+            run.outside, run.held_nbytes = OutsideMeter(self.device), self._held
+            run.note_outside = partial(self.warned.add, OUTSIDE)
 
     def _meter(self, others: int) -> Meter | None:
         """Return a meter for the first run, and once that was timed, for the first beside so many others."""

@@ -54,6 +54,8 @@ class StepRun:
     placed: PlacedRun | None = None  # runs the halves where values have their places
     meter: Meter | None = None
     outside: OutsideMeter | None = None  # of what the caller computes before backward
+    held_nbytes = 0  # on the device when that began
+    note_outside: Callable[[], object] = staticmethod(int)  # called once a warning has said it
     clock: Clock | None = None
     wall: AbstractContextManager[None] = nullcontext()  # times each half as a whole
     ended = False

@@ -321,7 +321,7 @@ class Pipeline:
             kind, values = call_lines(args, kwargs)
             known = self._call_key(args, kwargs) in self._plans
             self.given.divided(args, kwargs)
-            modes = [*mode_lines(self.module), f"mini-batches like this one are planned: {known}"]
+            modes = [*mode_lines(self.module), f"a plan for this mini-batch: {'there' if known else 'none yet'}"]
             lines += [*kind, *modes, *values]
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

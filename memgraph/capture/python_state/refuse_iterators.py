@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.module_attributes import CONSTANTS, HOOKS, STATE
+from ...guards.module_attributes import CONSTANTS, STATE, slots
+from ...guards.variable_scope import cell_contents
 
-CLOSED = (*CONSTANTS, Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+CLOSED = (*CONSTANTS, Tensor, nn.Module, type, ModuleType)
+BOUND = (BuiltinFunctionType, MethodWrapperType)  # `iterator.__next__`, `generator.send`, `file.readline`
 DEPTH, LARGE = 5, 1_000  # how far containers are looked into, and of how many entries
 WRITING = frozenset({"write", "writelines", "flush"})  # what a log does to a file that may be read too
 
@@ -48,8 +50,10 @@ def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
     watch, outer = _Watch(), _Watch(enters_objects=False)  # each of those has a scope of its own
     try:
         for (path, part), attributes in zip(before.modules, before.attributes, strict=True):
-            names = [name for name in attributes if name not in (*STATE, *HOOKS, "_modules")]
+            names = [name for name in attributes if name not in (*STATE, "_modules")]
             watch.replace_items(f"{path}.{{}}".lstrip("."), vars(part), {name: attributes[name] for name in names})
+        for function in before.outer.scopes.functions:
+            watch.enter_function(function.__qualname__, function)
         for scope, values in before.outer.values.items():
             for name, value in values.items():
                 outer.write(scope.title.format(name), value, partial(scope.write, name))
@@ -74,9 +78,9 @@ class _Watch:
         for undo in reversed(self._undo):
             undo()
 
-    def write(self, label: str, value: Any, write: Callable[[Any], object]) -> None:
+    def write(self, label: str, value: Any, write: Callable[[Any], object], depth: int = 0) -> None:
         """Write what takes the place of a value, if there is such an object in it."""
-        if (new := self._replaced(label, value, 0)) is not value:
+        if (new := self._replaced(label, value, depth)) is not value:
             write(new)
             self._undo.append(lambda: write(value))
 
@@ -87,12 +91,32 @@ class _Watch:
                 container[key] = new
                 self._undo.append(partial(_put_back, container, key, new, value))
 
+    def enter_function(self, label: str, function: Callable[..., Any], depth: int = 0) -> None:
+        """Do so for the defaults of a function, and what it closes over."""
+        if not isinstance(function, FunctionType) or _is_from_torch(function):
+            return
+        given, named = function.__defaults__, function.__kwdefaults__
+        self.write(f"a default of {label}", given, partial(setattr, function, "__defaults__"), depth + 1)
+        self.write(f"a default of {label}", named, partial(setattr, function, "__kwdefaults__"), depth + 1)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            for value in cell_contents(cell):
+                title = f"the variable {name} that {label} closes over"
+                self.write(title, value, partial(setattr, cell, "cell_contents"), depth + 1)
+
     def _replaced(self, label: str, value: Any, depth: int) -> Any:
         if isinstance(value, CLOSED) or depth > DEPTH or id(value) in self._seen:
             return value
-        if is_changed_by_reading(value):
+        if is_changed_by_reading(value) or (isinstance(value, BOUND) and is_changed_by_reading(value.__self__)):
             return _Refusing(label, value, self.errors)
         self._seen.add(id(value))
+        if isinstance(value, FunctionType | MethodType):
+            self.enter_function(label, value.__func__ if isinstance(value, MethodType) else value, depth)
+            self._replaced(label, getattr(value, "__self__", None), depth + 1)
+            return value
+        if isinstance(value, partial) and type(value) is partial:
+            given: Sequence[Any] = value.func, value.args, value.keywords
+            new: Sequence[Any] = [self._replaced(label, each, depth + 1) for each in given]
+            return value if all(map(_is, new, given)) else partial(new[0], *new[1], **new[2])
         if isinstance(value, dict | list | deque | tuple) and len(value) > LARGE:
             return value
         if type(value) is tuple:
@@ -104,8 +128,13 @@ class _Watch:
             self.replace_items(f"{label}[{{}}]", value, dict(enumerate(value)), depth + 1)
         elif not self.enters_objects or _is_from_torch(value):
             return value
-        elif isinstance(inside := getattr(value, "__dict__", None), dict):
-            self.replace_items(f"{label}.{{}}", inside, dict(inside), depth + 1)
+        else:
+            kind: Any = type(value)
+            if isinstance(inside := getattr(value, "__dict__", None), dict):
+                self.replace_items(f"{label}.{{}}", inside, dict(inside), depth + 1)
+            for name in slots(kind):
+                if hasattr(value, name):
+                    self.write(f"{label}.{name}", getattr(value, name), partial(setattr, value, name), depth + 1)
         return value
 
 
@@ -125,6 +154,9 @@ class _Refusing:
     def __next__(self) -> Any:
         return next(self._read())
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._read()(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._thing, name)
         return getattr(self._read(), name) if callable(value) and name not in WRITING else value
@@ -133,13 +165,17 @@ class _Refusing:
         if get_ident() == self._thread:
             self._errors.append(
                 CaptureError(
-                    f"forward reads {self._label} ({type(self._thing).__name__}), which changes it, but a captured "
+                    f"forward reads {self._label} ({_kind(self._thing)}), which changes it, but a captured "
                     "step runs no Python: each would get what the first has read. Read it outside of the module, and "
                     "give the result as an argument; or keep a list of tensors, and an index in a buffer"
                 )
             )
             raise self._errors[-1]
         return self._thing
+
+
+def _kind(thing: object) -> str:
+    return f"{type(thing.__self__).__name__}.{thing.__name__}" if isinstance(thing, BOUND) else type(thing).__name__
 
 
 def _is(one: object, other: object) -> bool:

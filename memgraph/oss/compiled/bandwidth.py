@@ -7,6 +7,7 @@ Measured at first use, with the reductions that backward uses, and cached; rank 
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from ..optimizer import OSS
 from ..sharded_grads import GradReduction
 from .joint_planning import JointPlanner
 
-SIZES = (1 << 10, 4 << 20)  # bytes of a small bucket, and of a large one
+SMALL, LARGE, LEAST = 1 << 10, 4 << 20, 1 << 16  # bytes of a small bucket, of a large one, and the least of that
 WIDTH = 512  # of the matrices that are multiplied meanwhile
 TRIES = 4  # the fastest counts: the first one opens connections
 
@@ -33,13 +34,17 @@ Speed = tuple[float, float, float]  # bytes per microsecond, microseconds of lat
 _speeds: dict[str, Speed] = {}
 
 
-def measure_network(machine: Machine, oss: OSS, planner: JointPlanner) -> Machine:
+def measure_network(machine: Machine, oss: OSS, planner: JointPlanner, room: int) -> Machine:
+    """Return the machine with its network, measured within `room` bytes of the least rank if that is enough at all."""
+    quarter = max(LEAST, planner.minimum(room) // 4)
+    large = min(LARGE, 1 << quarter.bit_length() - 1)
     device, comm, reduction = torch.device(machine.device), oss.comm, GradReduction(oss.layout, oss.comm)
     where = f"{dist.get_backend(comm.group)} {comm.ranks} ranks on {planner.count_distinct(platform.node())} hosts"
-    key = f"net {SIZES} {WIDTH} {where} {comm.wire} {reduction.shared_memory is not None} {environment_key(device)}"
+    how = f"{comm.wire} {reduction.shared_memory is not None}"
+    key = f"net {SMALL, large} {WIDTH} {where} {how} {environment_key(device)}"
     speed = _speeds.get(key) or _read(read_cached(key))
     if not planner.minimum(int(speed is not None)):  # some rank has no cached measurement
-        speed = _Measurement(reduction, comm.ranks, device).speed()
+        speed = _Measurement(reduction, comm.ranks, device, large).speed()
         write_cached(key, speed)
     assert speed is not None
     _speeds[key] = speed
@@ -57,13 +62,14 @@ class _Measurement:
     reduction: GradReduction
     ranks: int
     device: torch.device
+    nbytes: int  # of a large bucket; all that is measured takes about three times as much
 
     def speed(self) -> Speed:
-        small, large = (_fastest_us(self._reduce(nbytes), self.device) for nbytes in SIZES)
-        net = (SIZES[1] - SIZES[0]) / max(large - small, 1.0)
+        small, large = (_fastest_us(self._reduce(nbytes), self.device) for nbytes in (SMALL, self.nbytes))
+        net = (self.nbytes - SMALL) / max(large - small, 1.0)
         times = 1 + int(2 * large / _fastest_us(self._compute(1), self.device))  # longer than the reduction
         alone = _fastest_us(self._compute(times), self.device)
-        both = _fastest_us(self._reduce(SIZES[1], self._compute(times)), self.device)
+        both = _fastest_us(self._reduce(self.nbytes, self._compute(times)), self.device)
         return net, small, max(0.0, both - alone) / large
 
     def _reduce(self, nbytes: int, meanwhile: Callable[[], object] = lambda: None) -> Callable[[], Tensor]:
@@ -78,7 +84,8 @@ class _Measurement:
         return run
 
     def _compute(self, times: int) -> Callable[[], object]:
-        a, out = (torch.ones(WIDTH, WIDTH, device=self.device) for _ in range(2))
+        width = min(WIDTH, math.isqrt(self.nbytes // 8))
+        a, out = (torch.ones(width, width, device=self.device) for _ in range(2))
         return lambda: [torch.mm(a, a, out=out) for _ in range(times)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import logging
@@ -87,6 +88,17 @@ class Box:
     inner: Any
 
 
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def defaulted(held: Iterator[float] = NUMBERS) -> float:
+    return next(held)
+
+
 def boxed(held: Any) -> Box:
     box = Box()
     box.inner = held
@@ -99,6 +111,15 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "object": (boxed, lambda box: next(box.inner), r"held\.inner"),
     "global": (lambda held: None, lambda box: next(NUMBERS), r".*NUMBERS"),
     "read by a method": (lambda held: io.StringIO("3\n"), lambda file: file.readline(), "held"),
+    "bound": (lambda held: held.__next__, lambda take: take(), "held"),
+    "partial": (lambda held: functools.partial(next, held), lambda take: take(), r"held\[0\]"),
+    "closure": (
+        lambda held: [lambda: next(held)],
+        lambda box: box[0](),
+        r"the variable held that 0.held\[0\] closes over",
+    ),
+    "default": (lambda held: None, lambda box: defaulted(), r"a default of defaulted\[0\]"),
+    "slot": (lambda held: Slotted(held), lambda box: next(box.inner), r"held\.inner"),
     "sent": (lambda held: generated(), lambda sent: sent.send(None), "held"),
 }
 
@@ -112,6 +133,17 @@ def test_it_is_found_where_it_is_and_left_as_it_was(place: str) -> None:
     with pytest.raises(memgraph.CaptureError, match=rf"forward reads (0\.)?{name} \("):
         capture(nn.Sequential(model), (X,), {})
     assert list(held) == [1.0, 2.0, 3.0] and model.held is box
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_what_a_hook_closes_over_is_read_too(register: str) -> None:
+    held, model = iter([1.0, 2.0]), nn.Sequential(nn.Linear(4, 4))
+    getattr(model[0], register)(lambda part, x, *y: (y or x)[0] * next(held))
+    with pytest.raises(
+        memgraph.CaptureError, match=r"forward reads the variable held that 0\._forward\w+\[\d+\] closes"
+    ):
+        capture(model, (X,), {})
+    assert list(held) == [1.0, 2.0]
 
 
 def test_a_forward_that_goes_on_without_it_is_refused_too() -> None:
