@@ -36,6 +36,12 @@ class Side:
         self._here.send((method, args))
         return self._answer()
 
+    @property
+    def process(self) -> int:
+        """The number of its process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def _answer(self) -> Any:
         result, error = self._here.recv()
         if error is not None:

@@ -5,7 +5,8 @@
 
 Each way has a process of its own, as a plan changes the allocator of its process, and all of a model step in turn.
 memgraph's budget is the measured peak of the way beside it, and it compiles ops where that way does.  Peaks are of the
-whole process, counted by tests/support/allocator_meter.py.  Rows are added to the history of this machine in
+whole process, counted by tests/support/allocator_meter.py in a process of their own; steps are timed without it, and
+the anonymous memory of those processes is read from the system.  Rows are added to the history of this machine in
 results/peers, and changes since the latest earlier run are printed: docs/figures-peers.md says how to read them.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.support.allocator_meter import preloaded
 from .history import History, changes
 from .plot import svg
 from .row import Ratio, Row, table
-from .steps import WAYS, PeerStep
+from .steps import WAYS, PeerStep, anonymous_nbytes
 
 OURS = "memgraph at "  # followed by the way whose peak is the budget
 
@@ -70,8 +71,7 @@ def about(threads: int) -> dict[str, Any]:
 def beside(model: str, size: Size, ways: Sequence[Way], rounds: int, threads: int) -> list[Row]:
     """Run all ways on a model, and memgraph beside each, in turn; eager is the first."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, preloaded(Path(folder))))  # of the processes that begin from here on
-        steps = Steps(model, stack)
+        steps = Steps(model, stack, preloaded(Path(folder)))
         for way in ways:
             peak = steps.begin(way.name, size, way, threads)
             if isinstance(peak, int):
@@ -83,23 +83,32 @@ def beside(model: str, size: Size, ways: Sequence[Way], rounds: int, threads: in
 class Steps:
     """The processes of one model, each with a step: the peak bytes of all, or why there are none, and their seconds."""
 
-    def __init__(self, model: str, stack: ExitStack) -> None:
-        self.model, self.stack = model, stack
+    def __init__(self, model: str, stack: ExitStack, counting: Mapping[str, str]) -> None:
+        self.model, self.stack, self.counting = model, stack, counting
+        self.anonymous: dict[str, int] = {}
         self.peaks: dict[str, int] = {}
         self.whys: dict[str, str] = {}
         self.steps: dict[str, Step] = {}
         self.seconds: dict[str, list[float]] = {}
 
     def begin(self, name: str, *given: Any) -> int | str:
-        """Start the process of a step; return its peak bytes, or why it does not run."""
-        side = self.stack.enter_context(Side(PeerStep, *given))
-        ready: int | str = side.do("ready")
+        """Start the process of a step; return its peak bytes, or why it does not run.
+
+        They are counted in another process, whose allocations take longer and where memgraph has no pool of pages.
+        """
+        with patch.dict(os.environ, self.counting), Side(PeerStep, *given) as counted:
+            ready: int | str = counted.do("ready")
         print(f"{self.model} {name}: {ready}", file=sys.stderr, flush=True)
         if isinstance(ready, int):
-            self.peaks[name], self.steps[name] = ready, partial(side.do, "run")
+            side = self.stack.enter_context(Side(PeerStep, *given))
+            self.peaks[name], self.steps[name] = ready, partial(self._run, name, side, side.do("ready"))
         else:
             self.whys[name] = ready
         return ready
+
+    def _run(self, name: str, side: Side, before: int) -> None:
+        side.do("run")
+        self.anonymous[name] = max(self.anonymous.get(name, 0), anonymous_nbytes(side.process) - before)
 
     def row(self, peer: str) -> Row:
         """Return the row of a peer: its bytes, and ratios of its seconds and memgraph's."""
@@ -109,7 +118,7 @@ class Steps:
             self.model, peer, self.peaks["eager"], self.peaks.get(peer), self._ms(peer),
             None if is_eager else self._ratio(peer, "eager"), self.peaks.get(ours), self._ratio(ours, peer),
             None if is_eager else self._ratio(ours, "eager"),
-            self.whys.get(peer) or self.whys.get(ours, ""),
+            self.whys.get(peer) or self.whys.get(ours, ""), self.anonymous.get(peer), self.anonymous.get(ours),
         )  # fmt: skip
 
     def _ms(self, name: str) -> float | None:

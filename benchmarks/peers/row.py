@@ -18,7 +18,7 @@ from benchmarks.clock import Pairs, middle
 
 COLUMNS = (
     ("model", "peer", "peak MB", "of eager", "step ms", "over eager", "middle half")
-    + ("ours MB", "ours over peer", "middle half", "ours over eager", "middle half")
+    + ("ours MB", "ours over peer", "middle half", "ours over eager", "middle half", "anon MB", "ours anon")
 )  # fmt: skip
 
 
@@ -49,6 +49,8 @@ class Row:
 
     Attributes:
         eager, peak, ours: peak bytes of the process: eager's, the peer's, memgraph's with the peer's as its budget.
+        anonymous, ours_anonymous: bytes of anonymous memory of the timed process above those before its model, the most
+            that another program read between steps.
         ms: median of the peer's step. why: why memgraph or the peer did not run, in words.
     """
 
@@ -62,6 +64,8 @@ class Row:
     over_peer: Ratio | None = None
     ours_over_eager: Ratio | None = None
     why: str = ""
+    anonymous: int | None = None
+    ours_anonymous: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -91,7 +95,7 @@ def table(rows: Iterable[Row], title: str) -> Table:
         ours = row.why if row.ours is None else _mb(row.ours)
         shown.add_row(
             row.model, row.peer, _mb(row.peak), share, ms, *_cells(row.over_eager),
-            ours, *_cells(row.over_peer), *_cells(row.ours_over_eager),
+            ours, *_cells(row.over_peer), *_cells(row.ours_over_eager), _mb(row.anonymous), _mb(row.ours_anonymous),
         )  # fmt: skip
     return shown
 

@@ -1,4 +1,4 @@
-"""What an optimizer holds: its parameters, the group of each, and the tensors of its state.
+"""Find the parameters of an optimizer, the group of each, and the tensors of its state.
 
 SGD([{"params": [w, b]}, {"params": [v], "lr": 0.1}])   ->   {w: 0, b: 0, v: 1}
 """

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -18,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...graph.gradient_sums import ADD_ARRIVAL
+from ...system.frames import TORCH
 from ...tensors.loss_outputs import reachable_nodes
 from ..call.set_gradients import set_gradient_error
 from ..fake_tensors import without_autocast
@@ -101,11 +105,11 @@ def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
 
 @contextmanager
 def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> Iterator[None]:
-    """Raise if the block reads the `.grad` of one of the step's inputs, which a trace has none of."""
+    """Raise if the block reads the `.grad` of one of the step's inputs: a trace has no gradients."""
     inputs, thread, errors = {id(v): role for role, v in zip(roles, values, strict=False)}, get_ident(), []
 
     def read(tensor: Tensor) -> Any:
-        if id(tensor) in inputs and get_ident() == thread:
+        if id(tensor) in inputs and get_ident() == thread and not _is_described(sys._getframe(1)):
             errors.append(
                 CaptureError(
                     f"forward, or a function's backward, reads the .grad of {inputs[id(tensor)].label}, which "
@@ -119,6 +123,11 @@ def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> I
         yield
     if errors:
         raise errors[0]  # it was caught
+
+
+def _is_described(frame: FrameType) -> bool:
+    """Return True if torch reads a tensor in order to make a fake one of it."""
+    return frame.f_code.co_filename.startswith(os.path.join(TORCH, "_subclasses", ""))
 
 
 def _grad(tensor: Tensor) -> Tensor | None:

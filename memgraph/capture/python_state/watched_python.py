@@ -1,4 +1,4 @@
-"""What one trace of forward does to Python's state.
+"""Watch what one trace of forward does to Python's state.
 
 with python.running(): forward    ->    python.counters, for numbers with which forward only counts
 python.end(values)                ->    python.changed, numbers that it needs; python.after, all that it leaves

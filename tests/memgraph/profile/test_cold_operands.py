@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memgraph.graph.summarize import Cost
-from memgraph.profile import cold_operands, op_profiler
+from memgraph.profile import cold_operands, op_cost, op_profiler
 from memgraph.profile.cold_operands import FLUSHED, LARGE, RUNS, cold_us
 from memgraph.profile.memory_meter import Allocation
 from memgraph.profile.op_profiler import OpProfiler
@@ -129,8 +129,9 @@ class Priced:
             x.meta["val"], self.node.meta["val"] = (torch.empty(30, device=device) for _ in range(2))
         of_the_host: Any = [torch.ones(30), torch.ones(30)], {}
         monkeypatch.setenv("MEMGRAPH_CACHE", "")
+        monkeypatch.setattr(op_cost, "environment_key", str)
         for name, stand_in in {
-            "_known": {}, "environment_key": str, "generated_arguments": lambda *_: of_the_host,
+            "_known": {}, "generated_arguments": lambda *_: of_the_host,
             "measure_peak": self._measured, "timed_us": lambda run, _: (run(), 5.0),
             "shortest_us": lambda *_, **__: 5.0, "cold_us": self._cold,
         }.items():  # fmt: skip

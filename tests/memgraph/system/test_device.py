@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memgraph
 from memgraph.capture.explain_errors import is_device_mismatch
 from memgraph.graph.summarize import Cost, summarize
-from memgraph.profile import op_profiler
+from memgraph.profile import op_cost, op_profiler
 from memgraph.profile.op_cost import OpCost
 from memgraph.profile.op_profiler import OpProfiler
 from memgraph.system import planning_process
@@ -111,7 +111,7 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     monkeypatch.setattr(op_profiler, "release_cached", released.append)
     monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
     monkeypatch.setattr(op_profiler, "read_all_cached", dict.fromkeys)
-    monkeypatch.setattr(op_profiler, "environment_key", str)
+    monkeypatch.setattr(op_cost, "environment_key", str)
     monkeypatch.setattr(op_profiler, "roofline", lambda *_: 7.0)
     monkeypatch.setattr(op_profiler, "flush_caches", lambda _: None)
     monkeypatch.setattr(op_profiler, "_known", {})

@@ -29,7 +29,9 @@ def _measured(rank: int, rooms: tuple[int, int]) -> tuple[int, float]:
     return allocated.peak, found.network.rate
 
 
-@pytest.mark.parametrize("rooms", [(1 << 30, 1 << 30), (1 << 30, 600_000), (-1, 5)], ids=["all", "one has less", "none"])
+@pytest.mark.parametrize(
+    "rooms", [(1 << 30, 1 << 30), (1 << 30, 600_000), (-1, 5)], ids=["all", "one has less", "none"]
+)
 def test_the_least_room_of_all_ranks_is_kept(rooms: tuple[int, int]) -> None:
     for peak, rate in on_ranks(2, _measured, rooms):
         assert peak <= max(min(*rooms), 4 * LEAST) and peak <= 4 * LARGE
