@@ -41,8 +41,10 @@ def measure_network(machine: Machine, oss: OSS, planner: JointPlanner, room: int
     device, comm, reduction = torch.device(machine.device), oss.comm, GradReduction(oss.layout, oss.comm)
     where = f"{dist.get_backend(comm.group)} {comm.ranks} ranks on {planner.count_distinct(platform.node())} hosts"
     how = f"{comm.wire} {reduction.shared_memory is not None}"
-    key = f"net {SMALL, large} {WIDTH} {where} {how} {environment_key(device)}"
-    speed = _speeds.get(key) or _read(read_cached(key))
+    sizes = (LARGE >> i for i in range((LARGE // large).bit_length()))  # what was measured with more room is better
+    *better, key = (f"net {SMALL, size} {WIDTH} {where} {how} {environment_key(device)}" for size in sizes)
+    known = (_speeds.get(each) or _read(read_cached(each)) for each in (*better, key))
+    speed = next((each for each in known if each is not None), None)
     if not planner.minimum(int(speed is not None)):  # some rank has no cached measurement
         speed = _Measurement(reduction, comm.ranks, device, large).speed()
         write_cached(key, speed)
