@@ -24,7 +24,7 @@ from benchmarks.clock import Pairs, in_turn, loop_text, middle, peak, step_of
 from benchmarks.sides import Side
 
 SHARES = (0.95, 0.8, 0.6)
-WARM = 4  # steps in which a plan is made, measured, timed, and perhaps made again
+WARM = 4  # steps before a plan is settled
 
 
 def images() -> tuple[nn.Module, dict[str, Tensor]]:
