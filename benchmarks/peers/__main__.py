@@ -32,11 +32,12 @@ from benchmarks.records import surroundings
 from benchmarks.rivals import BATCH, SIZES
 from benchmarks.sides import Side
 from tests.support.allocator_meter import preloaded
+from tests.support.planning_memory import anonymous_nbytes
 
 from .history import History, changes
 from .plot import svg
 from .row import Ratio, Row, table
-from .steps import WAYS, PeerStep, anonymous_nbytes
+from .steps import WAYS, PeerStep
 
 OURS = "memgraph at "  # followed by the way whose peak is the budget
 

@@ -17,7 +17,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from benchmarks.contenders import Way
 from benchmarks.nets import GPT, Size, checkpointed
 from benchmarks.rivals import BATCH
 from tests.support.allocator_meter import Allocator
+from tests.support.planning_memory import anonymous_nbytes
 
 COUNTS = "LD_PRELOAD"  # of a process whose blocks the second meter counts
 WARM = 4  # steps in which code is compiled, planned, measured, and planned again
@@ -66,19 +66,13 @@ WAYS = (
 )
 
 
-def anonymous_nbytes(process: int) -> int:
-    """Return the bytes of a process's anonymous memory, as the system counts them."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
-
-
 class PeerStep:
     """A step of a model that runs in one way; with a budget, memgraph's beside that way."""
 
     def __init__(self, size: Size, way: Way, threads: int, budget: int | None = None) -> None:
         torch.set_num_threads(threads)
         self.allocator = Allocator() if COUNTS in os.environ else None  # before any tensor exists, to count them all
-        self.before = anonymous_nbytes(os.getpid())
+        self.before = anonymous_nbytes()
         torch.manual_seed(0)
         batch = [torch.randint(size.vocabulary, (BATCH, size.context)) for _ in range(2)]
         self.ours: memgraph.CompiledModule | None = None

@@ -191,10 +191,12 @@ class BackwardPass:
         """Warn if what no plan counts exceeds the budget: a kept graph, gradients beside existing ones, a loss."""
         forecast, nbytes = self.report.forecast, self._unused_gradients_nbytes()
         outside = self.outside_nbytes
-        said = f"what is computed between forward and backward, as a loss outside of the model, takes {outside} bytes"
-        unless = "the model computes its loss (memgraph.compile does so with loss=), which is planned then"
         if outside and self.run.held_nbytes + outside > self.report.budget:
             self.run.note_outside()
+            said = (
+                f"what is computed between forward and backward, as a loss outside of the model, takes {outside} bytes"
+            )
+            unless = "the model computes its loss (memgraph.compile does so with loss=), which is planned then"
             self._warn_over(self.run.held_nbytes + outside, said, unless)
         if self.keep:
             said = "backward(retain_graph=True) keeps all that forward saved"
