@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-Through = Callable[[nn.Module, Tensor], Tensor]  # how a block is called
+Through = Callable[..., Tensor]  # how a block is called: the block, and its arguments
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # of a ResNet-50: middle width, blocks, stride
 
 
@@ -32,14 +33,14 @@ class Size:
     gated: bool = False  # as in Llama: a product of two, instead of one GELU
 
 
-def plainly(block: nn.Module, x: Tensor) -> Tensor:
+def plainly(block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Call a block without a checkpoint."""
-    return block(x)
+    return block(*args, **kwargs)
 
 
-def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Call a block with a checkpoint: backward recomputes it from its input."""
-    return checkpoint(block, x, use_reentrant=False)
+def checkpointed(block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call a block with a checkpoint: backward recomputes it from its inputs."""
+    return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
 class GPT(nn.Module):

@@ -17,8 +17,8 @@ from rich.table import Table
 from benchmarks.clock import Pairs, middle
 
 COLUMNS = (
-    ("model", "peer", "peak MB", "of eager", "step ms", "over eager", "middle half")
-    + ("ours MB", "ours over peer", "middle half", "ours over eager", "middle half", "anon MB", "ours anon")
+    ("model", "peer", "peak MB", "of eager", "step ms", "over eager", "ours MB", "ours over peer", "its CPU")
+    + ("ours over eager", "forecast", "anon MB", "ours anon", "faults", "ours faults")
 )  # fmt: skip
 
 
@@ -49,9 +49,14 @@ class Row:
 
     Attributes:
         eager, peak, ours: peak bytes of the process: eager's, the peer's, memgraph's with the peer's as its budget.
-        anonymous, ours_anonymous: bytes of anonymous memory of the timed process above those before its model, the most
-            that another program read between steps.
-        ms: median of the peer's step. why: why memgraph or the peer did not run, in words.
+        anonymous, ours_anonymous: high water of the anonymous bytes of the timed process in all steps, above those
+            that are left without its model.
+        forecast: bytes that memgraph forecasts, in that process.
+        ms: median of the peer's step.
+        alone_ms, forecast_ms: median of memgraph's steps that follow each other, and what it forecast before any.
+        cpu_over_peer: ratio of the processor seconds, of all threads.
+        faults, ours_faults: new pages of a step, at the median.
+        why: why memgraph or the peer did not run, in words.
     """
 
     model: str
@@ -66,6 +71,12 @@ class Row:
     why: str = ""
     anonymous: int | None = None
     ours_anonymous: int | None = None
+    forecast: int | None = None
+    alone_ms: float | None = None
+    forecast_ms: float | None = None
+    cpu_over_peer: Ratio | None = None
+    faults: int | None = None
+    ours_faults: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -91,17 +102,23 @@ def table(rows: Iterable[Row], title: str) -> Table:
     shown = Table(*COLUMNS, title=title, title_justify="left", box=None)
     for row in rows:
         share = "" if row.peak is None else f"{row.peak / row.eager:.0%}"
-        ms = "" if row.ms is None else f"{row.ms:.0f}"
+        off = "" if row.forecast_ms is None or row.alone_ms is None else f"{row.forecast_ms / row.alone_ms - 1:+.1%}"
         ours = row.why if row.ours is None else _mb(row.ours)
         shown.add_row(
-            row.model, row.peer, _mb(row.peak), share, ms, *_cells(row.over_eager),
-            ours, *_cells(row.over_peer), *_cells(row.ours_over_eager), _mb(row.anonymous), _mb(row.ours_anonymous),
+            row.model, row.peer, _mb(row.peak), share, _number(row.ms), _text(row.over_eager), ours,
+            _text(row.over_peer), "" if row.cpu_over_peer is None else f"{row.cpu_over_peer.median:.3f}",
+            _text(row.ours_over_eager), off, _mb(row.anonymous), _mb(row.ours_anonymous), _number(row.faults),
+            _number(row.ours_faults),
         )  # fmt: skip
     return shown
 
 
-def _cells(ratio: Ratio | None) -> tuple[str, str]:
-    return ("", "") if ratio is None else (f"{ratio.median:.3f}", ratio.spread)
+def _text(ratio: Ratio | None) -> str:
+    return "" if ratio is None else str(ratio)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
 
 
 def _mb(nbytes: int | None) -> str:

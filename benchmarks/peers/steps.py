@@ -1,8 +1,8 @@
-"""Run the step of a small language model in one way, in a process of its own, and count its bytes.
+"""Run the step of a model in one way, in a process of its own, and count its bytes.
 
-    with Side(PeerStep, SIZES["gpt"], Way("checkpoint", checkpointed), 1) as side:
+    with Side(PeerStep, MODELS["gpt"], Way("checkpoint", checkpointed), 1) as side:
         side.do("ready")      # 61_300_000: peak bytes of a step, by a meter that shares no code with memgraph
-        side.do("run")        # a step
+        side.do("run")        # a step: Taken(cpu_s=0.41, faults=12)
 
 Ways are eager and torch's own: a checkpoint of each block, hooks that save to disk, and torch.compile with a share of
 its activations.  With a budget, memgraph runs the same step.
@@ -10,13 +10,17 @@ its activations.  With a budget, memgraph runs the same step.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
+import resource
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,15 +28,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import memgraph
-from benchmarks.clock import step_of
+from benchmarks.clock import seconds_of, step_of
 from benchmarks.contenders import Way
-from benchmarks.nets import GPT, Size, checkpointed
-from benchmarks.rivals import BATCH
+from benchmarks.nets import checkpointed
 from tests.support.allocator_meter import Allocator
-from tests.support.planning_memory import anonymous_nbytes
+
+from .models import Model, loss_of
 
 COUNTS = "LD_PRELOAD"  # of a process whose blocks the second meter counts
 WARM = 4  # steps in which code is compiled, planned, measured, and planned again
+ALONE = 6  # steps beside the forecast: the first is behind other processes' steps, and not counted
 SMALL = 1000  # elements: smaller tensors are not worth a file, as in torch's tutorial of these hooks
 
 
@@ -62,33 +67,37 @@ WAYS = (
     Way("checkpoint", checkpointed),
     Way("save_on_disk", saved=partial(saved_tensors_hooks, save, load)),
     Way("compile", compiled=True),
-    Way("compile 0.5", compiled=True, share=0.5),
+    *(Way(f"compile {share}", compiled=True, share=share) for share in (0.8, 0.5, 0.2)),
 )
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one step took: processor seconds of all threads, and new pages."""
+
+    cpu_s: float
+    faults: int
 
 
 class PeerStep:
     """A step of a model that runs in one way; with a budget, memgraph's beside that way."""
 
-    def __init__(self, size: Size, way: Way, threads: int, budget: int | None = None) -> None:
+    def __init__(self, built: Model, way: Way, threads: int, budget: int | None = None) -> None:
         torch.set_num_threads(threads)
         self.allocator = Allocator() if COUNTS in os.environ else None  # before any tensor exists, to count them all
-        self.before = anonymous_nbytes()
         torch.manual_seed(0)
-        batch = [torch.randint(size.vocabulary, (BATCH, size.context)) for _ in range(2)]
+        self.batch = built.batch()
         self.ours: memgraph.CompiledModule | None = None
         if budget is None:
-            self.model = GPT(size, way.through)
-            self.step = step_of(self.model, partial(_loss, way, way.ready(self.model), batch))
+            self.model = built.made(way.through)
+            called = way.ready(self.model)
         else:
-            self.model = GPT(size)
-            self.ours = memgraph.compile(self.model, budget, lower="inductor" if way.compiled else None)
-            self.step = step_of(self.model, partial(self.ours, *batch))
+            self.model = built.make()
+            called = self.ours = memgraph.compile(self.model, budget, lower="inductor" if way.compiled else None)
+        self.step = step_of(self.model, partial(_loss, way, called, self.batch))
 
     def ready(self) -> int | str:
-        """Return the peak bytes of a step behind the first ones; in words, why it does not run.
-
-        Without the meter, return the bytes of anonymous memory that the process had before its model.
-        """
+        """Return the peak bytes of a step behind the first ones, 0 without the meter; in words, why it does not run."""
         try:
             for _ in range(WARM):
                 self.step()
@@ -96,7 +105,7 @@ class PeerStep:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         if self.allocator is None:
-            return self.before
+            return 0
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         self.allocator.reset()
@@ -108,10 +117,26 @@ class PeerStep:
         """The buffers of copies to disk, which are no tensors: the meter does not see them."""
         return 0 if self.ours is None else int(self.ours.plan.forecast.by_kind["staging"].max(initial=0))
 
-    def run(self) -> None:
+    def run(self) -> Taken:
+        before = resource.getrusage(resource.RUSAGE_SELF)
         self.step()
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        return Taken(spent, after.ru_minflt - before.ru_minflt)
+
+    def forecast(self) -> tuple[int, float, float]:
+        """Return the bytes and the milliseconds of memgraph's forecast, and those of steps that follow each other."""
+        assert self.ours is not None
+        steps = [seconds_of(self.step) for _ in range(ALONE)]
+        return self.ours.plan.peak, self.ours.plan.predicted_us / 1e3, 1e3 * median(steps[1:])
+
+    def end(self) -> None:
+        """Drop the model, its batch, its gradients and its plan, and give back what nobody holds."""
+        del self.model, self.batch, self.ours, self.step
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def _loss(way: Way, called: Callable[..., Any], batch: list[Tensor]) -> Tensor:
+def _loss(way: Way, called: Callable[..., Any], batch: Mapping[str, Tensor]) -> Tensor:
     with way.saved():
-        return called(*batch)
+        return loss_of(called(**batch))

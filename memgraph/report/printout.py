@@ -24,7 +24,7 @@ from .compiled_lines import compiled_lines, has_regions
 from .remedies import remedies
 from .repeatability import repeatability
 from .report_data import ReportData
-from .step_times import LENGTH, is_off
+from .step_times import is_off, is_slower
 from .tables import layer_path, mb, ms, stacked, table, unstyled
 
 if TYPE_CHECKING:
@@ -234,8 +234,18 @@ def _taken(report: ReportData) -> list[str]:
         lines.append(f"took {ms(report.measured_us)}{own}")
     if report.recent_us is not None and is_off(report.recent_us, report.expected_us):
         off = f"{report.recent_us / report.expected_us - 1:+.0%} on the forecast of {ms(report.expected_us)}"
-        lines.append(f"the latest {LENGTH} steps took {ms(report.recent_us)} at the median, {off}")
+        lines.append(f"the latest steps took {ms(report.recent_us)} at the median, {off}{_reason(report.slower)}")
     return lines
+
+
+def _reason(slower: float | None) -> str:
+    """Say why steps are off their forecast, as far as a reference op shows it."""
+    if slower is None:
+        return ""
+    then = "than when ops were priced"
+    if is_slower(slower):
+        return f": a reference op takes {abs(slower):.0%} {'longer' if slower > 0 else 'less'} {then}"
+    return f": a reference op takes no other time {then}, so ops take another time in the step than alone"
 
 
 def _proven(report: ReportData) -> list[str]:

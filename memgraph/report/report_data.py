@@ -71,9 +71,11 @@ class ReportData:
         measured: peak bytes on the device while the first step ran; None before, or while a profiler was active.
         measured_us: microseconds of the first step that ran without the memory meter; None before.
         repriced_us: forecast in microseconds from the times of that step's own ops; None before.
-        recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
-            without the time between the two; None while there are fewer.
+        recent_us: median microseconds of the latest steps, at most twenty, from the begin of forward to the end of
+            backward without the time between the two; None while there are fewer than three.
         expected_us: forecast of those steps in microseconds; set together with `recent_us`.
+        slower: share by which a reference op took longer beside these steps than when ops were priced; None if they
+            are as forecast, or on a GPU.
         planned_us: microseconds of capture, pricing and planning.
         counted: True if an optimizer was given, so that its states are part of the forecast.
         beyond: reason why the measured step exceeded its forecast, if it did.
@@ -112,6 +114,7 @@ class ReportData:
     repriced_us: float | None = None
     recent_us: float | None = None
     expected_us: float = 0.0
+    slower: float | None = None
     planned_us: float = 0.0
     counted: bool = True
     beyond: str = ""

@@ -250,8 +250,11 @@ class Step:
     def finish(self, run: StepRun) -> None:
         """Close a run, and note what it took if it was measured."""
         wall = run.wall_times if run.halves is self.parts.halves else None
-        if wall is not None and self.history.add(wall):
-            self._judge_plan()
+        if wall is not None:
+            due = self.history.add(wall)
+            self.history.compare(self.forecast_us)
+            if due:
+                self._judge_plan()
         times = run.times()
         if times is not None:
             self._note_times(times)
@@ -319,7 +322,7 @@ class Step:
         median_us = self.history.median_us
         if median_us is None:
             return report
-        return replace(report, recent_us=median_us, expected_us=self.forecast_us)
+        return replace(report, recent_us=median_us, expected_us=self.forecast_us, slower=self.history.slower)
 
     def _with_guards(self) -> Report:
         """Return the report with what the step rests on."""

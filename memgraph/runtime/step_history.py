@@ -14,7 +14,8 @@ from collections import deque
 from passes import Forecast
 
 from ..profile.step_timer import WallTimes
-from ..report.step_times import LENGTH, is_off
+from ..report.step_times import FEW, LENGTH, is_off
+from ..system import reference_op
 
 LOOKS = 3  # new plans at most, besides the first after timing
 
@@ -26,6 +27,7 @@ class StepHistory:
         self.walls: deque[WallTimes] = deque(maxlen=LENGTH)
         self.looks = looks
         self.steps = steps
+        self.slower: float | None = None  # than when ops were priced: the machine, if steps are off their forecast
 
     def add(self, wall: WallTimes) -> bool:
         """Add a step; return True if enough steps were added to judge the plan."""
@@ -41,7 +43,15 @@ class StepHistory:
     @property
     def median_us(self) -> float | None:
         """Microseconds of the median step; None while there are too few steps."""
-        return statistics.median(wall.us for wall in self.walls) if len(self.walls) == LENGTH else None
+        return statistics.median(wall.us for wall in self.walls) if len(self.walls) >= FEW else None
+
+    def compare(self, forecast_us: float) -> None:
+        """Time the reference op if steps of a CPU are off their forecast, behind the first few and at each full length."""
+        median = self.median_us
+        is_due = len(self.walls) == FEW or self.steps % LENGTH == 0
+        if median is None or not is_due or self.walls[-1].device.type != "cpu":
+            return
+        self.slower = reference_op.slower() if is_off(median, forecast_us) else None
 
     def calls_for_look(self, forecast_us: float, looked_us: float, plain_us: float, search_us: float) -> bool:
         """Return True if the step is to be planned again.

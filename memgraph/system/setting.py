@@ -36,6 +36,7 @@ VARIABLES = (
         "LD_PRELOAD",
         "MALLOC_",
         "THP_",
+        "MEMGRAPH_POOL",
     ),
 )
 

@@ -373,9 +373,9 @@ def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
     monkeypatch.setitem(TRUE, "aten.gelu.default", 10.0)  # from now on, at each measurement
     monkeypatch.setattr(WallTimes, "us", 1e9)
     for _ in range(LENGTH):
-        assert module._latest is first and "at the median" not in str(module.plan)
+        assert module._latest is first
         assert same(step(module, x), expected)
-    assert f"the latest {LENGTH} steps took" not in str(module.plan)  # it is being looked at, with a new window
+    assert "the latest steps took" not in str(module.plan)  # it is being looked at, with a new window
     for _ in range(2):
         assert same(step(module, x), expected)
     assert module._latest is not first
@@ -391,7 +391,7 @@ def test_a_report_says_when_later_steps_are_off_their_forecast(
     for _ in range(3 + LENGTH):
         monkeypatch.setattr(WallTimes, "us", off * module._latest.forecast_us if module._latest else 0.0)
         step(module, x)
-    assert (f"the latest {LENGTH} steps took" in str(module.plan)) is said
+    assert ("the latest steps took" in str(module.plan)) is said
     assert (f"{off - 1:+.0%} on the forecast of" in str(module.plan)) is said
 
 

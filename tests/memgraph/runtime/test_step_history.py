@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
 from memgraph.profile import step_timer
 from memgraph.profile.step_timer import WallTimes
-from memgraph.report.step_times import LENGTH
+from memgraph.report.step_times import FEW, LENGTH
 from memgraph.runtime.step_history import LOOKS, StepHistory
+from memgraph.system import reference_op
 
 CPU = torch.device("cpu")
 
@@ -28,9 +33,41 @@ def steps(us: float, count: int = LENGTH) -> StepHistory:
     return recent
 
 
-def test_only_a_full_window_has_a_median() -> None:
-    assert steps(100.0, LENGTH - 1).median_us is None
-    assert steps(100.0).median_us == pytest.approx(100.0)
+def test_three_steps_have_a_median() -> None:
+    assert steps(100.0, FEW - 1).median_us is None
+    assert steps(100.0, FEW).median_us == steps(100.0).median_us == pytest.approx(100.0)
+
+
+def test_the_reference_op_is_timed_where_steps_are_off_their_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[float] = []
+
+    def slower() -> float:
+        timed.append(0.25)
+        return 0.25
+
+    monkeypatch.setattr(reference_op, "slower", slower)
+    recent = StepHistory()
+    for _ in range(2 * LENGTH):
+        recent.add(wall(120.0))
+        recent.compare(100.0)
+    assert recent.slower == 0.25 and len(timed) == 3  # behind three steps, and at each full length
+    assert steps(120.0, FEW).slower is None
+    recent.compare(120.0)
+    assert recent.slower is None and len(timed) == 3
+
+
+def test_a_reference_op_that_shares_its_cores_is_slower() -> None:
+    assert reference_op.least_us() == reference_op.least_us() > 0
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * len(os.sched_getaffinity(0)))
+    ]
+    try:
+        time.sleep(0.3)
+        assert reference_op.slower() > 0.1
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_a_few_slow_steps_change_nothing() -> None:
