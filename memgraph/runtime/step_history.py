@@ -46,7 +46,7 @@ class StepHistory:
         return statistics.median(wall.us for wall in self.walls) if len(self.walls) >= FEW else None
 
     def compare(self, forecast_us: float) -> None:
-        """Time the reference op if steps of a CPU are off their forecast, behind the first few and at each full length."""
+        """Time the reference op if steps of a CPU are off their forecast: behind the first few, at each full length."""
         median = self.median_us
         is_due = len(self.walls) == FEW or self.steps % LENGTH == 0
         if median is None or not is_due or self.walls[-1].device.type != "cpu":
