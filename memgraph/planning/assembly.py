@@ -119,10 +119,13 @@ class Assembly:
         return AssembledStep(parts, report, NotLowered(step.graph, result.forecast.trace))
 
     def _hold_pages(self, machine: Machine, result: PlanResult) -> str:
-        """Keep the pages of freed tensors for a step with a plan, up to the budget; return why they can't be kept."""
-        if machine.device != "cpu" or not result.plan:
+        """Keep the pages of freed tensors for a step on a CPU, and return why a step with a plan can't keep them.
+
+        With a plan it may take all of its budget; as it is, it keeps no more than it needs.
+        """
+        if machine.device != "cpu" or (not result.plan and why_not()):
             return ""
-        hold(self.module, machine.budget)
+        hold(self.module, machine.budget if result.plan else result.forecast.peak)
         return why_not()
 
     def _recording(self, step: StepGraph, graph: fx.Graph, result: PlanResult, budget: int) -> Recording:

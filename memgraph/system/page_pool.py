@@ -66,7 +66,7 @@ class PoolCounts:
 
 
 def hold(owner: object, nbytes: int) -> None:
-    """Keep up to `nbytes` of pages for an owner until it is freed, beside those of other owners.
+    """Keep up to `nbytes` of pages for an owner until it is freed, or as many as before, beside those of other owners.
 
     Where there can be no pool, the C library gives freed tensors back to the system from now on.
     """
@@ -80,7 +80,7 @@ def hold(owner: object, nbytes: int) -> None:
     if id(owner) not in _held:
         weakref.finalize(owner, _release, pool, id(owner)).atexit = False
         trim_freed_memory()  # what was freed before lies in gaps of the C library's heap
-    _held[id(owner)] = max(0, nbytes)
+    _held[id(owner)] = max(nbytes, _held.get(id(owner), 0))
     _limit(pool)
 
 

@@ -70,12 +70,12 @@ def flush_caches(device: torch.device) -> Callable[[], object]:
     if device.type != "cpu":
         return int
     try:
-        return uncached_bytes().sum
+        return _uncached_bytes().sum
     except RuntimeError:
         return int
 
 
-def uncached_bytes() -> Tensor:
+def _uncached_bytes() -> Tensor:
     """Map torch's own library, which is in the system's page cache; zeros if there is no such file."""
     if LIBRARY.is_file() and LIBRARY.stat().st_size >= CACHE:
         return torch.from_file(str(LIBRARY), shared=False, size=CACHE // 8, dtype=torch.int64)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.sides import Side
 from memgraph.system.page_pool import hold, pool_counts, why_not
 from tests.support.allocator_meter import compiler
+from tests.support.high_water import HighWater
+from tests.support.pooled_steps import PooledSteps
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
@@ -249,3 +252,27 @@ def test_a_limit_may_be_asked_for_again() -> None:
     for nbytes in (1 << 20, 0, -1, 1 << 20):
         hold(owner, nbytes)
     assert why_not() or pool_counts().held >= 0
+
+
+@long
+@needs_compiler
+def test_a_process_with_a_plan_takes_its_forecast_and_no_new_pages() -> None:
+    with Side(PooledSteps, 8) as side:
+        water = HighWater(side.process)
+        water.reset()
+        before = water.anonymous_nbytes
+        forecast = side.do("begin", 32768, 0.6)
+        faults = []
+        for _ in range(4):
+            water.reset()
+            faults.append(side.do("faults", 1))
+            assert water.anonymous_nbytes - before <= 1.02 * forecast
+    assert sorted(faults)[1] < 100  # a step of the heap's own small blocks may take some
+
+
+@long
+@needs_compiler
+def test_gradients_of_200_steps_are_those_of_eager() -> None:
+    with Side(PooledSteps, 4, 2) as side:
+        side.do("begin", 2048, 0.6)
+        assert side.do("equal", 200)
