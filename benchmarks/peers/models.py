@@ -31,7 +31,7 @@ VOCABULARY = 1024
 
 @dataclass(frozen=True)
 class Model:
-    """A model of which each call returns a loss, its batch, and the class of its blocks."""
+    """A model that returns a loss or has one in its output, its batch, and the class of its blocks."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Mapping[str, Tensor]]

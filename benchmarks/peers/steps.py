@@ -73,7 +73,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Taken:
-    """What one step took: processor seconds of all threads, and new pages."""
+    """The cost of one step: processor seconds of all threads, and new pages."""
 
     cpu_s: float
     faults: int
@@ -131,7 +131,7 @@ class PeerStep:
         return self.ours.plan.peak, self.ours.plan.predicted_us / 1e3, 1e3 * median(steps[1:])
 
     def end(self) -> None:
-        """Drop the model, its batch, its gradients and its plan, and give back what nobody holds."""
+        """Drop the model, its batch, its gradients and its plan, and give freed memory back to the system."""
         del self.model, self.batch, self.ours, self.step
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

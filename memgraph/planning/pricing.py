@@ -23,7 +23,6 @@ from ..profile.link_bandwidth import sizes_of
 from ..profile.machine_profile import measure_links
 from ..profile.measuring_room import batch_nbytes, rates_room, room_nbytes
 from ..profile.op_profiler import OpProfiler
-from ..system import reference_op
 from ..system.device import unused_nbytes
 from ..system.page_pool import hold
 from .accumulated_step import with_remaining_grads
@@ -74,8 +73,6 @@ class Pricing:
             profiler = op_profiler(step.inputs, self.state, target, self.until, times, self.progress)
             if target.device.type == "cpu" and self._needs_plan(plain, machine, target.budget):
                 hold(profiler, target.budget)  # while it lives: ops are timed as in a step that needs a plan
-                if times:
-                    reference_op.least_us()  # beside their times, for a later step that is off its forecast
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
         if self._needs_plan(trace, machine, machine.budget):

@@ -1,4 +1,4 @@
-"""How fast this machine is now, beside its speed when ops were priced: a small reference op is timed again.
+"""The speed of this machine now, beside that when ops were priced: a small reference op is timed again.
 
     slower()  ->  0.28: the op takes 28 % longer now; other work has cores, caches or memory of this machine
 
@@ -24,6 +24,7 @@ from .timer import LIBRARY, repeats, timed_us
 
 SIDE, PRODUCTS = 128, 20  # of the matrices, and how often they are multiplied: some 1.5 ms on one core
 BUFFER, READS = 1 << 18, 48  # bytes of the buffer, and how often it is filled: 12 MB, more than most caches
+NBYTES = BUFFER + 2 * 4 * SIDE**2  # of memory, while it runs
 RUNS = 5
 _known: dict[str, float] = {}
 

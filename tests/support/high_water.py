@@ -18,7 +18,7 @@ class HighWater:
         self._folder = Path(f"/proc/{process}")
 
     def reset(self) -> None:
-        """Begin anew, at what the process has now."""
+        """Begin again, with the memory of now."""
         (self._folder / "clear_refs").write_text("5")
 
     @property
