@@ -55,11 +55,10 @@ class PooledSteps:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, self.model)]
         for _ in range(steps):
             self.x.normal_()
-            for optimizer, lost in zip(
-                optimizers, (lambda: loss(plain(self.x)), lambda: self.ours(self.x)), strict=True
-            ):
+            for optimizer in optimizers:
                 optimizer.zero_grad()
-                lost().backward()
+            for lost in (loss(plain(self.x)), self.ours(self.x)):
+                lost.backward()
             if not all(map(torch.equal, _gradients(plain), _gradients(self.model))):
                 return False
             for optimizer in optimizers:
