@@ -38,7 +38,7 @@ def measure_links(
         pinned: bytes of host memory that may be pinned; None for the default.
         room: bytes of device memory that measuring may use.
     """
-    if device.type == "cpu" and (room is None or room >= reference_op.NBYTES):
+    if device.type == "cpu":
         reference_op.least_us()  # beside the prices, for a later step that is off its forecast
     if tier is None:
         return machine
