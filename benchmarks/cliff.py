@@ -8,6 +8,7 @@ process of its own, in which the module is planned, measured, and perhaps planne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -17,23 +18,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import ResNetConfig, ResNetForImageClassification
 
 import memgraph
 from benchmarks.clock import Pairs, in_turn, loop_text, middle, peak, step_of
+from benchmarks.peers.models import MODELS
 from benchmarks.sides import Side
 
 SHARES = (0.95, 0.8, 0.6)
 WARM = 4  # steps before a plan is settled
 
 
-def images() -> tuple[nn.Module, dict[str, Tensor]]:
+def images() -> tuple[nn.Module, Mapping[str, Tensor]]:
     """Return the model and its batch, the same in each process."""
     torch.manual_seed(0)
-    widths, depths = [64, 128, 256, 512], [2, 2, 2, 2]
-    config = ResNetConfig(hidden_sizes=widths, depths=depths, layer_type="basic", num_labels=100)
-    batch = {"pixel_values": torch.randn(8, 3, 160, 160), "labels": torch.randint(0, 100, (8,))}
-    return ResNetForImageClassification(config), batch
+    return MODELS["resnet"].make(), MODELS["resnet"].batch()
 
 
 class ImageStep:

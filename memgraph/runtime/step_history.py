@@ -47,11 +47,11 @@ class StepHistory:
 
     def compare(self, forecast_us: float) -> None:
         """Time the reference op if steps of a CPU are off their forecast: behind the first few, at each full length."""
-        median = self.median_us
         is_due = len(self.walls) == FEW or self.steps % LENGTH == 0
-        if median is None or not is_due or self.walls[-1].device.type != "cpu":
+        if not is_due or self.walls[-1].device.type != "cpu":
             return
-        self.slower = reference_op.slower() if is_off(median, forecast_us) else None
+        median = self.median_us
+        self.slower = reference_op.slower() if median is not None and is_off(median, forecast_us) else None
 
     def calls_for_look(self, forecast_us: float, looked_us: float, plain_us: float, search_us: float) -> bool:
         """Return True if the step is to be planned again.

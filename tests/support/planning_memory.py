@@ -24,9 +24,9 @@ WIDTH, LAYERS, ROWS = 256, 8, 4096
 BUDGET = 32 << 20  # half of what the step needs as it is; with some MB for Python, which no budget counts
 
 
-def anonymous_nbytes(process: int | str = "self") -> int:
-    """Return the anonymous bytes of a process, which are not backed by a file."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def anonymous_nbytes() -> int:
+    """Return the anonymous bytes of this process, which are not backed by a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 

@@ -1,7 +1,7 @@
 """Steps under a budget with the pool of pages, in a process of their own, beside eager's.
 
-with Side(PooledSteps, 2) as side:
-    side.do("begin", 16384, 256 << 20)     # the forecast's bytes, behind the steps in which a plan settles
+with Side(PooledSteps, 8) as side:
+    side.do("begin", 16384, 0.6)  # the forecast's bytes, behind the steps in which a plan settles
     side.do("faults", 5)                   # new pages that five steps take
     side.do("equal", 200)                  # True: all gradients and parameters of 200 steps are those of eager's
 """
