@@ -154,7 +154,7 @@ class CompiledModule(ModuleProxy):
         Raises:
             GuardFailed: it was captured for other values. Nothing has changed.
         """
-        step, floats = self._kept.step(args, kwargs, call)
+        step, floats, call = self._kept.step(args, kwargs, call)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:

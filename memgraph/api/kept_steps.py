@@ -23,9 +23,9 @@ from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.attribute_guard import AttributeGuard
 from ..guards.owned_tensors import owned_tensors
-from ..guards.signature import has_gradients, signature, with_attributes
+from ..guards.signature import has_gradients, signature, with_attributes, with_more_variables
 from ..planning.call_kinds import CallKinds
-from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.capture_cache import CaptureCache, EarlierCapture, with_guard
 from ..planning.counter_keys import CounterKeys
 from ..planning.float_keys import FloatKeys
 from ..planning.lengths.size_keys import SizeKeys
@@ -89,8 +89,8 @@ class KeptSteps:
                 tried.append(failure.guards)
                 call = self.variants.others(call, tried, failure, self._answers_alike(call))
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
-        """Return the step of a call, kept or planned now, and the floats that it takes."""
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float], Key]:
+        """Return the step of a call, kept or planned now, the floats that it takes, and the key that it has then."""
         key, floats = self._floats.lookup(call, self.steps)
         step = self.steps.get(key)
         if step is None or step.needs_replan:
@@ -98,22 +98,23 @@ class KeptSteps:
         self._check_writes(args, kwargs, step, call)
         with suppress(KeyError):  # another thread may have dropped it by now
             self.steps.move_to_end(key)
-        return step, floats
+        return step, floats, call
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
-        steps = self.steps
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float], Key]:
         with PLANNING_LOCK:
-            key, floats = self._floats.lookup(call, steps)
-            if key not in steps:  # another thread may have planned it by now
+            key, floats = self._floats.lookup(call, self.steps)
+            if key not in self.steps:  # another thread may have planned it by now
                 with self.writes.in_place():
                     new = self._new_step(args, kwargs, key)
                 captured = new.parts.captured
+                call, key = self._grown(captured, call, key)
                 call, key = (self._counters.add(known, captured.counters, self.planner.module) for known in (call, key))
                 call, key = self._without_what_changes(captured, call, key)
                 call, key = (self.variants.add(known, new.parts.captured.guards) for known in (call, key))
-                key, floats = self._floats.add(call, key, new, steps)
+                key, floats = self._floats.add(call, key, new, self.steps)
                 if warning := self.variants.warning(key, [part.path for part in captured.opaque]):
                     warn_user(warning)
+            steps = self.steps
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
@@ -121,7 +122,20 @@ class KeptSteps:
             steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 self._drop(next(iter(steps)))
-            return step, floats
+            return step, floats, call
+
+    def _grown(self, captured: Captured, *keys: Key) -> tuple[Key, ...]:
+        """Add the variables that a new capture rests on to all keys, and return some of them as they are then.
+
+        What other captures rest on is as it was: they have not read these variables.
+        """
+        if not (tokens := self._attributes.grow(captured.reads)):
+            return keys
+        grown = partial(with_more_variables, tokens=tokens)
+        self.steps = OrderedDict((with_guard(key, grown), step) for key, step in self.steps.items())
+        for known in (self.captures, self.sizes, self.variants, self._counters):
+            known.rekey(grown)
+        return tuple(with_guard(key, grown) for key in keys)
 
     def _drop(self, key: Key) -> None:
         """Drop a step, and keep its capture."""

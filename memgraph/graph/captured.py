@@ -17,6 +17,7 @@ from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
 from ..guards.attribute_writes import AttributeWrites
+from ..guards.what_ran import Reads
 from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
@@ -50,7 +51,7 @@ class Captured:
     Parts of the module that run as they are: `opaque`.
 
     `counters` are numbers on the module that forward changes, and on which the graph does not depend. `writes` are what
-    it changes of attributes besides.
+    it changes of attributes besides. Outside of attributes, the graph rests on what its code `reads`.
 
     `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
 
@@ -81,6 +82,7 @@ class Captured:
     value_run_nbytes: int = 0
     counters: tuple[Counter, ...] = ()
     writes: AttributeWrites = field(default_factory=AttributeWrites)
+    reads: Reads = field(default_factory=Reads)
     opaque: tuple[Part, ...] = ()
     slices: tuple[Slice, ...] = ()
     whole: Captured | None = None

@@ -7,9 +7,9 @@ attribute_guard       attributes and variables that forward may read, as a key
 module_attributes     a walk over the attributes of a module
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes, for captures of other calls
-outer_scopes          variables outside of attributes that forward may refer to
-outer_snapshot        their values at one moment
-variables_read        those of them that code reads
+what_ran              the functions that ran, and the variables outside of attributes that they refer to
+code_reads            the names in one code object
+outer_snapshot        their values before they run, and later
 variable_guard        a walk over these, at one moment and later
 variable_scope        one place that holds variables, and the lines that name one
 containers            compare a container with a copy, and restore it

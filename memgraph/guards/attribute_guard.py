@@ -16,6 +16,7 @@ from .hashed_tuple import HashedTuple
 from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
 from .variable_guard import VariableGuard, VariableWalk
+from .what_ran import Reads
 
 Places = dict[
     int, tuple[Any, Any]
@@ -23,12 +24,12 @@ Places = dict[
 
 
 class AttributeGuard:
-    """The attributes of a module and the variables that its code reads; a captured graph depends on their `key`."""
+    """The attributes of a module and the variables that captures have read; a captured graph depends on their `key`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._walk: AttributeWalk | None = None
-        self._variables = VariableGuard(module)
+        self._variables = VariableGuard()
         self._of_key: VariableWalk | None = None
         self._key = HashedTuple()
         self._ignored: frozenset[tuple[int, str]] = frozenset()
@@ -48,6 +49,10 @@ class AttributeGuard:
             self._ignored, self._walk = new, None
         return changes
 
+    def grow(self, reads: Reads) -> tuple[Hashable, ...]:
+        """Add the variables that another capture rests on, and return what they append to each key."""
+        return self._variables.grow(reads)
+
     def ignore_changed_variables(self) -> bool:
         """Leave variables that have changed since the latest key out of it from now on; return True if there are any.
 
@@ -63,7 +68,6 @@ class AttributeGuard:
                 ignored=self._ignored, owned={id(part) for _, part in all_submodules(self.module)}
             )
             walk.describe(self.module, 0)
-            self._variables.search()
         variables = self._variables.walk
         if walk is not before or variables is not self._of_key:
             self._of_key = variables

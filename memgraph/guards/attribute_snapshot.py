@@ -20,8 +20,8 @@ from ..errors import CaptureError
 from .containers import RESTORED, has_same_items, items_of, restore_container
 from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
-from .outer_scopes import NO_SCOPES, OuterScopes
 from .outer_snapshot import OuterSnapshot, holds
+from .what_ran import WhatRan
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
@@ -30,13 +30,13 @@ COUNTERS = (bool, int, float, str)
 
 
 class AttributeSnapshot:
-    """The attributes of all submodules, with copies of the containers in them, at any depth; and variables in `scopes`.
+    """The attributes of all submodules, with copies of the containers in them, at any depth; and variables of what ran.
 
     The tensors `inputs` of a call or its trace are compared by position: every trace has others.
     """
 
-    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), scopes: OuterScopes = NO_SCOPES) -> None:
-        self.outer = OuterSnapshot(scopes, inputs)
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), ran: WhatRan | None = None) -> None:
+        self.outer = OuterSnapshot(ran, inputs)
         self.modules, self._pending = all_submodules(module), PENDING.get()
         self.attributes = [dict(vars(part)) for _, part in self.modules]
         self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
@@ -70,7 +70,7 @@ class AttributeSnapshot:
 
     @contextmanager
     def restored_attributes(self) -> Iterator[AttributeSnapshot]:
-        """Restore attributes at the end of the block, and variables in `scopes` only if it fails."""
+        """Restore attributes at the end of the block, and variables elsewhere only if it fails."""
         try:
             yield self
         except BaseException:

@@ -1,6 +1,7 @@
-"""The plain values outside of a module's attributes that its code refers to, at one moment.
+"""The plain values outside of a module's attributes that its code refers to, before it runs and later.
 
-    before = OuterSnapshot(scopes);  ...;  before.changes(OuterSnapshot(scopes))   ->   Layer.calls
+    with before.watching(): model(x)
+    before.changes(OuterSnapshot(before.ran))   ->   Layer.calls
     before.restore()
 
 Numbers, texts, tensors, and containers of these. Other objects count by identity, and so do large containers.
@@ -9,41 +10,59 @@ Numbers, texts, tensors, and containers of these. Other objects count by identit
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor
 
+from ..system.entered_code import watching_entries
 from .containers import items_of, restore_container
 from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey, is_array
-from .outer_scopes import OuterScopes
-from .variable_scope import OuterVariable
+from .variable_scope import OuterVariable, Scope
+from .what_ran import WhatRan
 
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque)
 LARGE = 1_000  # entries; such a container counts by its length alone
+Note = Callable[[Sequence[Scope], Sequence[FunctionType], FrameType], object]
 DEPTH = 3  # where the walk begins: it ends two containers further down
 
 
 class OuterSnapshot:
-    """The variables in some scopes, with copies of the containers in them.
+    """The variables that what ran refers to, with copies of the containers in them.
 
     The tensors `inputs` of a call or its trace are compared by position: every trace has others.
     """
 
-    def __init__(self, scopes: OuterScopes, inputs: Sequence[Tensor] = ()) -> None:
-        self.scopes = scopes
-        self.values = {scope: scope.values() for scope in scopes.scopes}
+    def __init__(self, ran: WhatRan | None = None, inputs: Sequence[Tensor] = ()) -> None:
+        self.ran = ran if ran is not None else WhatRan()
+        self.values: dict[Scope, dict[str, Any]] = {}
+        self.tokens: dict[OuterVariable, tuple[Hashable, ...]] = {}
+        self.copies: list[tuple[Any, Any]] = []
         self._walk = PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
-        self.tokens = {
-            OuterVariable(scope, name): self._described(value) for scope, values in self.values.items()
-            for name, value in values.items()
-        }  # fmt: skip
-        self.copies = [(container, container.copy()) for container in self._walk.containers]
+        self._describe(self.ran.scopes)
+
+    @contextmanager
+    def watching(self, note: Note | None = None) -> Iterator[None]:
+        """Add what a block refers to, as it is before the code runs that does so, and give it to `note`."""
+
+        def enter(frame: FrameType) -> None:
+            scopes, functions = self.ran.enter(frame)
+            self._describe(scopes)
+            if note is not None:
+                note(scopes, functions, frame)
+
+        with watching_entries(enter):
+            yield
 
     def changes(self, later: OuterSnapshot) -> tuple[OuterVariable, ...]:
-        """Return all variables that were added, removed or changed."""
+        """Return all variables that were added, removed or changed, of what was there for both."""
+        both = self.values.keys() & later.values.keys()
         variables = dict.fromkeys((*later.tokens, *self.tokens))
-        return tuple(one for one in variables if self.tokens.get(one) != later.tokens.get(one))
+        return tuple(
+            one for one in variables if one.scope in both and self.tokens.get(one) != later.tokens.get(one)
+        )  # fmt: skip
 
     def holds(self, variable: OuterVariable, kind: type[Tensor]) -> bool:
         """Return True if a variable holds a tensor of this kind."""
@@ -64,11 +83,16 @@ class OuterSnapshot:
             if all(_is_plain(item) or id(item) in old for _, item in items_of(container)):
                 restore_container(container, copy)
 
-    def _described(self, value: Any) -> tuple[Hashable, ...]:
-        self._walk.numbers.clear()  # so that no variable's description depends on others
-        begin = len(self._walk.tokens)
-        self._walk.describe(value, DEPTH)
-        return tuple(self._walk.tokens[begin:])
+    def _describe(self, scopes: Sequence[Scope]) -> None:
+        for scope in scopes:
+            self.values[scope] = scope.values()
+            for name, value in self.values[scope].items():
+                self._walk.numbers.clear()  # so that no variable's description depends on others
+                begin = len(self._walk.tokens)
+                self._walk.describe(value, DEPTH)
+                self.tokens[OuterVariable(scope, name)] = tuple(self._walk.tokens[begin:])
+        new = self._walk.containers[len(self.copies) :]
+        self.copies += [(container, container.copy()) for container in new]
 
 
 def holds(tokens: object, kind: type[Tensor]) -> bool:

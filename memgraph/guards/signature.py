@@ -18,6 +18,7 @@ from torch.nn.modules import module as modules
 from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
 from .attribute_guard import AttributeGuard
+from .hashed_tuple import HashedTuple
 
 ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
 GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
@@ -50,6 +51,11 @@ def signature(
 def with_attributes(key: Any, attributes: AttributeGuard) -> Hashable:
     """Return the key of a call with the attributes as they are described now."""
     return (*key[:ATTRIBUTES], attributes.key, *key[ATTRIBUTES + 1 :])
+
+
+def with_more_variables(key: Any, tokens: tuple[Hashable, ...]) -> Hashable:
+    """Return the key of a call with variables that a later capture has read, as they are now."""
+    return (*key[:ATTRIBUTES], HashedTuple((*key[ATTRIBUTES], *tokens)), *key[ATTRIBUTES + 1 :])
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:

@@ -2,64 +2,78 @@
 
 STEP = 3;  def forward(self, x): return x * STEP   ->   a walk whose tokens are equal as long as STEP is
 
-Numbers, texts, and containers of these count by value, anything else by identity.
+Numbers, texts, containers and objects in them count by value, anything else by identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from operator import itemgetter
-from types import CellType, FunctionType, MethodType, ModuleType
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
+from itertools import chain
+from operator import attrgetter
+from types import CellType, MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from .module_attributes import CONSTANTS, AttributeWalk
-from .outer_scopes import OuterScopes
+from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .variable_scope import OuterVariable, Scope
-from .variables_read import variables_read
+from .what_ran import Reads, is_open
 
-FUNCTIONS = (FunctionType, MethodType)
 Place = tuple[int, str]  # that of an `OuterVariable`
+CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+STATES: Mapping[type, Callable[[Any], Any]] = {  # what has its state elsewhere than in attributes -> that state
+    type(os.environ): lambda environ: environ._data,
+    ContextVar: lambda variable: variable.get(None),
+    threading.local: lambda local: vars(local),
+    weakref.WeakKeyDictionary: dict,
+    weakref.WeakValueDictionary: dict,
+    MappingProxyType: dict,
+}
 
 
 class VariableGuard:
-    """The variables that a module's code reads; a captured graph depends on the tokens of their `walk`.
+    """The variables that captures of a module rest on; a captured graph depends on the tokens of their `walk`.
 
     Attributes:
         changed: the names of those that made the latest walk.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self) -> None:
         self.changed: tuple[str, ...] = ()
-        self._code: Hashable = None
-        self._scopes: tuple[Scope, ...] = ()
+        self._reads: list[Reads] = []
+        self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
+        self._functions = set[int]()
         self._ignored: dict[Place, Scope] = {}  # which keep what the ids stand for
         self._walk = VariableWalk((), {})
 
-    def search(self) -> None:
-        """Look for the variables again, if the module has other code than before."""
-        parts = list(self.module.modules())
-        functions = {
-            value for part in parts for value in vars(part).values() if isinstance(value, FunctionType | MethodType)
-        }
-        code = frozenset(map(type, parts)), frozenset(functions)
-        if code != self._code:
-            self._code, self._scopes = code, variables_read(OuterScopes.of(parts))
-            self._walk = VariableWalk(self._scopes, self._ignored)
+    def grow(self, reads: Reads) -> tuple[Hashable, ...]:
+        """Add what another capture rests on, and return the tokens of what is new, which come last from now on."""
+        functions = tuple(each for each in reads.functions if id(each) not in self._functions)
+        scopes = [scope.without(self._known.get(id(scope.owner), set())) for scope in reads.scopes]
+        new = Reads(tuple(scope for scope in scopes if scope.names), functions)
+        if not new.scopes and not functions:
+            return ()
+        changed = (one for one in reads.changed if one.name not in self._known.get(id(one.scope.owner), ()))
+        self._ignored |= {one.place: one.scope for one in changed}
+        self._functions |= set(map(id, functions))
+        for scope in new.scopes:
+            self._known.setdefault(id(scope.owner), set()).update(scope.names or ())
+        self._reads.append(new)
+        self._walk = VariableWalk(self._reads, self._ignored)
+        return tuple(VariableWalk([new], self._ignored).tokens)
 
     @property
     def walk(self) -> VariableWalk:
         """The walk over what the variables are now."""
         if self._walk.is_stale():
-            before, self._walk = self._walk, VariableWalk(self._scopes, self._ignored)
-            changed = self._walk.differing(before)
-            self.changed = tuple(one.title for one in changed)
-            if not all(map(_is_plain, changed)):  # what is there now may read other variables
-                self._scopes = variables_read(OuterScopes.of(self.module.modules()))
-                self._walk = VariableWalk(self._scopes, self._ignored)
+            before, self._walk = self._walk, VariableWalk(self._reads, self._ignored)
+            self.changed = tuple(one.title for one in self._walk.differing(before))
         return self._walk
 
     def ignore_changes(self, before: VariableWalk) -> bool:
@@ -67,35 +81,51 @@ class VariableGuard:
         changed = self.walk.differing(before)
         self._ignored |= {one.place: one.scope for one in changed}
         if changed:
-            self._walk = VariableWalk(self._scopes, self._ignored)
+            self._walk = VariableWalk(self._reads, self._ignored)
         return bool(changed)
 
 
 class VariableWalk(PlainWalk):
-    """The tokens of the variables in some scopes, but those at `ignored` places."""
+    """The tokens of what captures read, but of the variables at `ignored` places."""
 
-    def __init__(self, scopes: Iterable[Scope], ignored: Mapping[Place, object]) -> None:
-        super().__init__()
+    def __init__(self, reads: Sequence[Reads], ignored: Mapping[Place, object]) -> None:
+        super().__init__(owned=frozenset())
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
-        self._mappings: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        for scope in scopes:
-            content = scope.content()
-            names = [name for name in sorted(content) if _counts(name, content[name], scope)]
-            if names := [name for name in names if OuterVariable(scope, name).place not in ignored]:
-                self._describe_scope(scope, names, content)
+        self._mappings: list[tuple[Callable[[str], Any], tuple[str, ...], Any]] = []
+        self._functions = list(chain.from_iterable(each.functions for each in reads))
+        for each in reads:
+            for scope in each.scopes:
+                content = scope.content()
+                names = [name for name in sorted(content) if _counts(name, content[name], scope)]
+                if names := [name for name in names if OuterVariable(scope, name).place not in ignored]:
+                    self._describe_scope(scope, names, content)
+            for function in each.functions:
+                self.tokens += [each and IdentityKey(each) for each in (function, *CODE(function))]
+                self._keep(CODE(function))
         self._check(self._identities)
-
-    def _describe_new(self, thing: Any, depth: int) -> None:
-        if isinstance(thing, dict) and len(thing) <= LARGE:  # of a class of its own, too
-            AttributeWalk._describe_new(self, thing, depth)
-        else:
-            super()._describe_new(thing, depth)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
         """Return the variables that have other values than in an earlier walk."""
         earlier = {one.place: tokens for one, tokens in before.described.items()}
         return tuple(one for one, tokens in self.described.items() if earlier.get(one.place, tokens) != tokens)
+
+    def _describe_new(self, thing: Any, depth: int) -> None:
+        kind = type(thing)
+        if (read := STATES.get(kind)) is not None:
+            self._alive.append(thing)
+            self.tokens.append(IdentityKey(thing))
+            self._check(lambda: _identities(read(thing)))
+            self.describe(read(thing), depth + 1)
+        elif isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth)):
+            AttributeWalk._describe_new(self, thing, depth)
+        else:
+            super()._describe_new(thing, depth)
+
+    def _is_inside(self, thing: Any, depth: int) -> bool:
+        """Return True for an object in a container, or a container of its own class; any other has its own scope."""
+        is_inside = depth > DEPTH or isinstance(thing, dict | list | tuple) or not hasattr(thing, "__dict__")
+        return is_inside and is_open(type(thing))
 
     def _describe_scope(self, scope: Scope, names: list[str], content: dict[str, Any]) -> None:
         owner = scope.owner
@@ -103,8 +133,8 @@ class VariableWalk(PlainWalk):
         if isinstance(owner, CellType):
             self._cells.append(owner)
         else:
-            get = itemgetter(*names, names[0])  # a tuple for one name, too
-            self._mappings.append((get, owner if isinstance(owner, dict) else vars(owner)))
+            inside = owner if isinstance(owner, dict) else vars(owner)
+            self._mappings.append((inside.get, tuple(names), inside))
         for name in names:
             self.numbers.clear()  # so that no variable's description depends on others
             begin = len(self.tokens)
@@ -118,15 +148,20 @@ class VariableWalk(PlainWalk):
     def _identities(self) -> object:
         """Return the identities of all variables, in one function, since every call of the module comes by."""
         cells = [id(cell.cell_contents) for cell in self._cells]
-        return cells, [tuple(map(id, get(mapping))) for get, mapping in self._mappings]
+        functions = [tuple(map(id, found)) for found in map(CODE, self._functions)]
+        return cells, functions, [(len(inside), *map(id, map(get, names))) for get, names, inside in self._mappings]
 
 
-def _is_plain(variable: OuterVariable) -> bool:
-    return isinstance(variable.scope.content().get(variable.name), (*CONSTANTS, Tensor))
+def _identities(state: Any) -> object:
+    return [*map(id, state), *map(id, state.values())] if isinstance(state, dict) else id(state)
+
+
+def _is_small(thing: Any) -> bool:
+    return not isinstance(thing, dict | list | tuple | set | frozenset | deque) or len(thing) <= LARGE
 
 
 def _counts(name: str, value: Any, scope: Scope) -> bool:
     """Return True for what may change: in installed packages plain values alone."""
     if scope.is_installed:
-        return type(value) in CONSTANTS or isinstance(value, Tensor)
+        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, Tensor)
     return not (name.startswith("__") and name.endswith("__")) and not isinstance(value, ModuleType)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ class Scope:
     owner: dict[str, Any] | type | CellType
     names: set[str] | None = None
     is_installed: bool = False
+
+    def without(self, names: Set[str]) -> Scope:
+        """Return the place without the variables of these names."""
+        return replace(self, names=self.content().keys() - names if self.names is None else self.names - names)
 
     def values(self) -> dict[str, Any]:
         """Return its variables, but functions, classes and modules."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..graph.recurrent.autograd_modes import autograd_keys
 from ..guards.attribute_snapshot import AttributeSnapshot
-from ..guards.outer_scopes import NO_SCOPES, OuterScopes
+from ..guards.what_ran import WhatRan
 from ..system.own_generators import OwnStates, own_generators
 from ..system.python_random import PythonRandom
 
@@ -68,10 +68,10 @@ class PythonState:
     own: OwnStates  # of `random` and numpy
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Sequence[Tensor], scopes: OuterScopes = NO_SCOPES) -> PythonState:
+    def of(cls, module: nn.Module, tensors: Sequence[Tensor], ran: WhatRan | None = None) -> PythonState:
         """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
         states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
-        return cls(AttributeSnapshot(module, scopes=scopes), states, PythonRandom(), OwnStates(own_generators(module)))
+        return cls(AttributeSnapshot(module, ran=ran), states, PythonRandom(), OwnStates(own_generators(module)))
 
     def restore(self) -> None:
         """Set all back to this state."""
@@ -89,7 +89,7 @@ class PythonState:
     @contextmanager
     def attributes_in_place(self, module: nn.Module) -> Iterator[None]:
         """Run a block with these attributes, and restore those from before."""
-        now = AttributeSnapshot(module, scopes=self.attributes.outer.scopes)
+        now = AttributeSnapshot(module, ran=self.attributes.outer.ran)
         self.attributes.restore()
         try:
             yield

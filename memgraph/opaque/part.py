@@ -26,8 +26,8 @@ from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, note_undo
 from ..graph.result_layout import Layout, empty, layout
 from ..guards.attribute_snapshot import AttributeSnapshot
-from ..guards.outer_scopes import NO_SCOPES, OuterScopes
 from ..guards.variable_scope import OuterVariable
+from ..guards.what_ran import WhatRan
 from ..tensors.loss_outputs import custom_functions
 from .eager_state import Modes, PythonState, eager_modes
 from .entropy_seeds import entropy_seeds
@@ -80,7 +80,7 @@ class OpaquePart:
 
     `made` is what each op of the recorded forward made, and `most_live` how many bytes may be alive at once, results
     included. `varies` if the bytes depend on values. `changes` are the attributes that it changes. `backwards` are by
-    `tangents_key`. `outer` are the variables outside of its attributes that it changes, and `scopes` have these.
+    `tangents_key`. `outer` are the variables outside of its attributes that it changes, of those that what `ran` names.
     Inputs at the positions `single` get another gradient before this part's, so that only one may be
     added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
     """
@@ -98,7 +98,7 @@ class OpaquePart:
     forward_cost: MeasuredCost = NOT_MEASURED
     changes: tuple[str, ...] = ()
     outer: tuple[OuterVariable, ...] = ()
-    scopes: OuterScopes = NO_SCOPES
+    ran: WhatRan = field(default_factory=WhatRan)
     guard: int = 0
     single: set[int] = field(default_factory=set)
     backwards: dict[TangentsKey, Backward] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class OpaquePart:
     def forward(self, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> list[Tensor]:
         """Run forward; `seeds` are those that an earlier run took from the system's entropy."""
         with _running:
-            before = PythonState.of(self.module, tensors, self.scopes)
+            before = PythonState.of(self.module, tensors, self.ran)
             try:
                 results = self._forward(tensors, before, seeds)
             except GuardFailed:
@@ -153,7 +153,10 @@ class OpaquePart:
         observed = ObservedOps(leaves, self.inputs.written, self._limits)
         saved = SavedTensors(observed.kept)
         try:
-            with eager_modes(self.modes), saved.replaced(), entropy_seeds(known) as seeds:
+            with (
+                eager_modes(self.modes), saved.replaced(), entropy_seeds(known) as seeds,
+                before.attributes.outer.watching(),
+            ):  # fmt: skip
                 ran = run(self.module, self.inputs, leaves, observed)
             if ran.results.form != self.expected.form or self._is_used_again(ran.results):
                 raise self._changed(ran.results.form)
@@ -218,7 +221,7 @@ class OpaquePart:
         is_last: bool = True,
     ) -> float | None:  # fmt: skip
         trained = [leaves[place] for place in sorted(self.inputs.trained)]
-        after = PythonState.of(self.module, leaves, self.scopes)  # a hook may run
+        after = PythonState.of(self.module, leaves, self.ran)  # a hook may run
         try:
             return backward_peak(ran.outputs, trained, kind, self.modes, observed.kept, saved, is_last=is_last)
         finally:

@@ -25,8 +25,8 @@ from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.recurrent.autograd_modes import saved_tensor_hooks
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
-from ..guards.outer_scopes import OuterScopes
 from ..guards.refused_collectives import RefusedCollectiveError
+from ..guards.what_ran import WhatRan
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
@@ -112,7 +112,7 @@ class Recorder:
         with _disable_current_modes(), saved_tensor_hooks(are_off=False), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
-            before = PythonState.of(part.module, recorded.tensors, part.scopes)
+            before = PythonState.of(part.module, recorded.tensors, part.ran)
             try:
                 found, us = timed_us(run, device)
                 _refuse_sparse(part, found)
@@ -149,11 +149,11 @@ class Recorder:
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
         refuse_hidden_dropout(path, module, {tensor.device.type for tensor in tensors})
-        scopes = OuterScopes.of(module.modules())
-        before, attached = PythonState.of(module, tensors, scopes), _attached(module)
+        ran = WhatRan(module.named_modules())
+        before, attached = PythonState.of(module, tensors, ran), _attached(module)
         modes = Modes.now(tensors[0].device)
         with _disable_current_modes(), self.as_in_eager():
-            with entropy_seeds() as seeds:
+            with entropy_seeds() as seeds, before.attributes.outer.watching():
                 first, observed, us = _first_run(module, inputs, tensors, modes)
             written, varies = tuple(sorted(first.written)), observed.asks or has_varied(module)
             headroom = HEADROOM if varies else 1.0
@@ -161,7 +161,7 @@ class Recorder:
             part = OpaquePart(
                 path, module, reason, replace(inputs, written=written), first.results, modes, tuple(observed.made),
                 _with_headroom(observed.live.peak, results_nbytes, headroom), varies,
-                tuple(layout(first.written[place]) for place in written), scopes=scopes,
+                tuple(layout(first.written[place]) for place in written), ran=ran,
             )  # fmt: skip
             before.restore()
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
@@ -172,13 +172,13 @@ class Recorder:
             before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
-        after = AttributeSnapshot(module, scopes=scopes)
+        after = AttributeSnapshot(module, ran=ran)
         outer = before.attributes.outer.changes(after.outer)
         if kept_elsewhere := [variable.title for variable in outer if after.outer.holds(variable, Tensor)]:
             raise CaptureError(f"forward stores a tensor in {kept_elsewhere[0]}")
         part = replace(
             part, forward_cost=MeasuredCost(us, int(headroom * workspace)), changes=before.attributes.changes(after),
-            outer=outer, scopes=scopes.only(outer),
+            outer=outer,
         )  # fmt: skip
         self.calls.append(Recorded(part, register_part(part), kept, results[-1]))
         with torch.no_grad():

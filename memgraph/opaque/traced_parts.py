@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..graph.opaque_ops import BACKWARD, FORWARD
-from ..guards.module_proxy import all_submodules
-from ..guards.outer_scopes import paths_of_readers
+from ..guards.what_ran import WhatRan
+from ..system.entered_code import unwatched
 from ..tensors.loss_outputs import reachable_nodes
 from .inputs import Inputs, described, inputs_of
 from .module_calls import taken_calls
@@ -42,10 +42,10 @@ class TracedParts:
         with taken_calls(self.recorder.reasons, self._call), _refusing_reads(self._left):
             yield
 
-    def refuse_outer_reads(self, whole: nn.Module) -> None:
-        """Refuse that a submodule outside of all parts refers to a variable elsewhere that a part changes."""
+    def refuse_outer_reads(self, ran: WhatRan) -> None:
+        """Refuse that what ran outside of all parts refers to a variable elsewhere that a part changes."""
         for part, variable in ((call.part, one) for call in self.recorder.calls for one in call.part.outer):
-            if any(not self.own([path]) for path in paths_of_readers(all_submodules(whole), variable)):
+            if ran.has(variable):
                 reason = f"forward changes {variable.title}, which is read outside of it as well"
                 raise NotOpaqueError(part.path, part.module, reason)
 
@@ -114,7 +114,8 @@ class _OpaqueCall(torch.autograd.Function):
         *tensors, ticket = ctx.saved_tensors
         part = ctx.recorded.part
         tangents = given[: len(part.expected.layouts)]
-        backward = ctx.recorder.measure_backward(ctx.recorded, tangents)
+        with unwatched():  # the part is no code of the trace
+            backward = ctx.recorder.measure_backward(ctx.recorded, tangents)
         gradients: list[Tensor | None] = [None] * len(tensors)
         for place, gradient in zip(
             backward.places, BACKWARD(tensors, list(tangents), ticket, ctx.recorded.number), strict=True

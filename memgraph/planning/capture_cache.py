@@ -7,7 +7,7 @@ the same call comes      ->   it is priced, planned and partitioned, but not tra
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,12 @@ class KnownLength:
         return self.general.capture.at(self.lengths)
 
 
+def with_guard(key: Any, grown: Callable[[Any], Hashable]) -> Any:
+    """Return a key that begins with `(guard, ...)` with another guard."""
+    (guard, *state), *rest = key
+    return ((grown(guard), *state), *rest)
+
+
 class CaptureCache:
     """Captures by what they depend on; the least recently dropped goes first."""
 
@@ -72,6 +78,10 @@ class CaptureCache:
         self._captures[key] = captured
         while sum(len(kept.graph.graph.nodes) for kept in self._captures.values()) > NODES:
             self._captures.popitem(last=False)
+
+    def rekey(self, grown: Callable[[Any], Hashable]) -> None:
+        """Replace the guards in all keys."""
+        self._captures = OrderedDict((with_guard(key, grown), kept) for key, kept in self._captures.items())
 
     def items(self) -> list[tuple[Any, Captured]]:
         """Return all captures, the latest first."""

@@ -6,7 +6,7 @@ key with calls = 7   ->   key with calls = any int, if a step has it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,10 @@ class CounterKeys:
     def __init__(self, attributes: AttributeGuard) -> None:
         self._attributes = attributes
         self._known: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # by guard: places of the numbers
+
+    def rekey(self, grown: Callable[[Any], Hashable]) -> None:
+        """Replace all guards."""
+        self._known = OrderedDict((grown(guard), places) for guard, places in self._known.items())
 
     def general(self, guard: Any) -> Any:
         """Return the guard for any number, if a step was captured for that."""

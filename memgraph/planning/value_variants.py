@@ -8,7 +8,7 @@ The latest set that held is tried first. After eight sets, the submodules that a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -32,6 +32,17 @@ class ValueVariants:
         self._asked: dict[Hashable, list[ValueGuard]] = {}  # those that differ, once there are many captures
         self._traced = set[Hashable]()  # calls whose submodules are all traced
         self._has_warned = False
+
+    def rekey(self, grown: Callable[[Any], Hashable]) -> None:
+        """Replace the guards in all kinds of calls."""
+
+        def kind(old: Any) -> Hashable:
+            return grown(old[0]), *old[1:]
+
+        self._known = OrderedDict((kind(old), known) for old, known in self._known.items())
+        self._guards = {kind(old): guards for old, guards in self._guards.items()}
+        self._asked = {kind(old): guards for old, guards in self._asked.items()}
+        self._traced = set(map(kind, self._traced))
 
     def latest(self, call: Key) -> Key:
         """Return the key of the step to try first."""

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.timeline import StageTimes
 
+from ..guards.what_ran import Reads
 from ..system.user_warning import warn_user
 from .planned_stage import PlannedStage
 from .stage_cut import StageCut
@@ -42,6 +43,11 @@ class MiniBatchPlan:
     def cut(self) -> StageCut:
         """Return the cut of the first micro-batch."""
         return next(iter(self.stages.values()))[0].cut
+
+    @property
+    def reads(self) -> list[Reads]:
+        """Return what the step of each micro-batch rests on."""
+        return [stage.cut.step.captured.reads for stage in next(iter(self.stages.values()))]
 
     @property
     def drawn(self) -> list[tuple[int, ...] | None]:
@@ -82,6 +88,10 @@ class KeptPlans:
     def take(self, key: Hashable) -> MiniBatchPlan | None:
         """Return a plan, which is kept no longer: its key changes when parameters move."""
         return self._plans.pop(key, None)
+
+    def rekey(self, grown: Callable[[Hashable], Hashable]) -> None:
+        """Replace all keys."""
+        self._plans = {grown(key): plan for key, plan in self._plans.items()}
 
     def keep(self, key: Hashable, plan: MiniBatchPlan) -> None:
         """Keep a plan as the latest; warn once of many kinds."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from ..errors import MemgraphError
 from ..guards.attribute_guard import AttributeGuard
 from ..guards.module_proxy import WithLoss
-from ..guards.signature import signature
+from ..guards.signature import signature, with_more_variables
 from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, mode_lines
@@ -332,6 +332,9 @@ class Pipeline:
             grad = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(grad):  # what is made here is trained later
                 plan = self._planned(args, kwargs, begin)
+            for reads in plan.reads:
+                if tokens := self._attributes.grow(reads):
+                    self._plans.rekey(partial(with_more_variables, tokens=tokens))
         self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
 
     def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 count_frozen = gc.get_freeze_count
 
@@ -28,6 +29,13 @@ def collecting_new_objects() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
+
+
+def all_objects() -> list[Any]:
+    """Return all objects that the collector knows; from now on, none is left out of collections."""
+    if count_frozen():
+        gc.unfreeze()
+    return gc.get_objects()
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.module_proxy import all_submodules
-from ...guards.outer_scopes import OuterScopes
+from ...guards.what_ran import WhatRan
+from ...system.entered_code import unwatched_ops
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from ..python_state.draw_in_graph import drawing_in_trace
@@ -28,16 +29,17 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
 
     What forward writes outside of it stays, but for what symbols and stand-ins for floats may be in.
     """
-    parts = [part for _, part in all_submodules(call.module)]
-    snapshot = AttributeSnapshot(call.module, call.tensors, OuterScopes.of(parts))
+    parts = all_submodules(call.module)
+    snapshot = AttributeSnapshot(call.module, call.tensors, WhatRan(parts))
     with (
         snapshot.restored() if mode.sizes is not None or mode.has_floats else snapshot.restored_attributes() as before,
+        unwatched_ops(),
         drawing_in_trace(),
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
-        eager_casts(parts),
+        eager_casts([part for _, part in parts]),
         readable_lengths(),
         constant_transformers_checks(mode, call.tensors),
     ):

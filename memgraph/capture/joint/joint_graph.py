@@ -11,6 +11,7 @@ from torch import fx
 from ...graph.captured import Input, Output
 from ...graph.counters import Counter
 from ...guards.attribute_writes import AttributeWrites
+from ...guards.what_ran import Reads
 from ...tensors.pytree import Spec
 from ..constant_fake_mode import ConstantFakeMode
 
@@ -35,3 +36,4 @@ class JointGraph:
     rewritten: Mapping[int, int]
     counters: tuple[Counter, ...]
     writes: AttributeWrites = field(default_factory=AttributeWrites)
+    reads: Reads = field(default_factory=Reads)

@@ -57,11 +57,12 @@ def trace_joint(
         refuse_side_effects(before, _facts(step, graph), trace_again)
         log.compare(again)
         writes = step.python.writes(mode.has_floats)
+        reads = before.outer.ran.reads(before.outer.changes(step.python.after.outer))
         if mode.sizes is not None:
             writes.require_plain_values()
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
-    return replace(step.joint_graph(graph), writes=writes)
+    return replace(step.joint_graph(graph), writes=writes, reads=reads)
 
 
 def _counted(
@@ -91,9 +92,10 @@ def _traced(
     step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted), log)
     if recorder is not None:
         step.parts = TracedParts(recorder)
-        step.parts.refuse_outer_reads(call.module)
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
+    if step.parts is not None:
+        step.parts.refuse_outer_reads(before.outer.ran)
     if mode.sizes is not None:
         drop_whole_slices(graph.graph, mode)
     use_surrogates(graph.graph)

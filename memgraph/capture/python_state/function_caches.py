@@ -22,7 +22,7 @@ def empty_function_caches(before: AttributeSnapshot) -> None:
     """Empty the caches of functions that forward may call, if they hold tensors of a trace."""
     classes = {kind for _, part in before.modules for kind in type(part).__mro__}
     found = [value for kind in classes for value in vars(kind).values()]
-    found += [value for scope in before.outer.scopes.scopes for value in scope.content().values()]
+    found += [value for scope in before.outer.ran.scopes for value in scope.content().values()]
     for value in found:
         cache = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if isinstance(cache, FunctionCache) and any(map(_is_traced, gc.get_referents(cache))):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.module_attributes import CONSTANTS, STATE, slots
-from ...guards.variable_scope import cell_contents
+from ...guards.variable_scope import Scope
 
 CLOSED = (*CONSTANTS, Tensor, nn.Module, type, ModuleType)
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # `iterator.__next__`, `generator.send`, `file.readline`
@@ -52,17 +52,29 @@ def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
         for (path, part), attributes in zip(before.modules, before.attributes, strict=True):
             names = [name for name in attributes if name not in (*STATE, "_modules")]
             watch.replace_items(f"{path}.{{}}".lstrip("."), vars(part), {name: attributes[name] for name in names})
-        for function in before.outer.scopes.functions:
-            watch.enter_function(function.__qualname__, function)
-        for scope, values in before.outer.values.items():
-            for name, value in values.items():
-                outer.write(scope.title.format(name), value, partial(scope.write, name))
-        yield
+        with before.outer.watching(partial(_replace, watch, outer)):
+            _replace(watch, outer, before.outer.ran.scopes, before.outer.ran.functions)
+            yield
     finally:
         outer.restore()
         watch.restore()
     if errors := watch.errors or outer.errors:
         raise errors[0]  # forward has caught it
+
+
+def _replace(
+    watch: _Watch, outer: _Watch, scopes: Sequence[Scope], functions: Sequence[FunctionType],
+    frame: FrameType | None = None,
+) -> None:  # fmt: skip
+    """Replace such objects in what code refers to that is entered now; `frame` has its arguments already."""
+    for function in functions:
+        watch.enter_defaults(function)
+        if frame is not None:
+            for name in function.__code__.co_varnames[: function.__code__.co_argcount]:
+                watch.refuse_replaced(frame.f_locals.get(name))
+    for scope in scopes:
+        for name, value in scope.values().items():
+            outer.write(scope.title.format(name), value, partial(scope.write, name))
 
 
 class _Watch:
@@ -73,6 +85,7 @@ class _Watch:
         self.errors: list[CaptureError] = []
         self._undo: list[Callable[[], object]] = []
         self._seen = set[int]()
+        self._refusing: dict[int, _Refusing] = {}  # by the id of what it takes the place of
 
     def restore(self) -> None:
         for undo in reversed(self._undo):
@@ -91,27 +104,28 @@ class _Watch:
                 container[key] = new
                 self._undo.append(partial(_put_back, container, key, new, value))
 
-    def enter_function(self, label: str, function: Callable[..., Any], depth: int = 0) -> None:
-        """Do so for the defaults of a function, and what it closes over."""
-        if not isinstance(function, FunctionType) or _is_from_torch(function):
-            return
-        given, named = function.__defaults__, function.__kwdefaults__
-        self.write(f"a default of {label}", given, partial(setattr, function, "__defaults__"), depth + 1)
-        self.write(f"a default of {label}", named, partial(setattr, function, "__kwdefaults__"), depth + 1)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            for value in cell_contents(cell):
-                title = f"the variable {name} that {label} closes over"
-                self.write(title, value, partial(setattr, cell, "cell_contents"), depth + 1)
+    def enter_defaults(self, function: FunctionType) -> None:
+        """Do so for the defaults of a function."""
+        label, given, named = f"a default of {function.__qualname__}", function.__defaults__, function.__kwdefaults__
+        self.write(label, given, partial(setattr, function, "__defaults__"), 1)
+        self.write(label, named, partial(setattr, function, "__kwdefaults__"), 1)
+
+    def refuse_replaced(self, argument: Any) -> None:
+        """Refuse an argument that was replaced where it is a default: the call that runs has it already."""
+        if (refusing := self._refusing.get(id(argument))) is not None:
+            self.errors.append(refusing.error())
 
     def _replaced(self, label: str, value: Any, depth: int) -> Any:
         if isinstance(value, CLOSED) or depth > DEPTH or id(value) in self._seen:
             return value
         if is_changed_by_reading(value) or (isinstance(value, BOUND) and is_changed_by_reading(value.__self__)):
-            return _Refusing(label, value, self.errors)
+            self._refusing[id(value)] = refusing = _Refusing(label, value, self.errors)
+            return refusing
         self._seen.add(id(value))
-        if isinstance(value, FunctionType | MethodType):
-            self.enter_function(label, value.__func__ if isinstance(value, MethodType) else value, depth)
-            self._replaced(label, getattr(value, "__self__", None), depth + 1)
+        if isinstance(value, FunctionType):  # what it refers to is replaced once it runs
+            return value
+        if isinstance(value, MethodType):
+            self._replaced(label, value.__self__, depth + 1)
             return value
         if isinstance(value, partial) and type(value) is partial:
             given: Sequence[Any] = value.func, value.args, value.keywords
@@ -163,15 +177,16 @@ class _Refusing:
 
     def _read(self) -> Any:
         if get_ident() == self._thread:
-            self._errors.append(
-                CaptureError(
-                    f"forward reads {self._label} ({_kind(self._thing)}), which changes it, but a captured "
-                    "step runs no Python: each would get what the first has read. Read it outside of the module, and "
-                    "give the result as an argument; or keep a list of tensors, and an index in a buffer"
-                )
-            )
+            self._errors.append(self.error())
             raise self._errors[-1]
         return self._thing
+
+    def error(self) -> CaptureError:
+        return CaptureError(
+            f"forward reads {self._label} ({_kind(self._thing)}), which changes it, but a captured step runs no "
+            "Python: each would get what the first has read. Read it outside of the module, and give the result as an "
+            "argument; or keep a list of tensors, and an index in a buffer"
+        )
 
 
 def _kind(thing: object) -> str:

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
-from ...guards.outer_scopes import paths_of_readers
 from ...guards.variable_scope import OuterVariable
 from .function_caches import empty_function_caches
 
@@ -75,7 +74,7 @@ def _changed_call_error(changed: str | OuterVariable, before: AttributeSnapshot)
 def _labelled(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
     if isinstance(changed, str):
         return changed
-    line = before.outer.scopes.line(changed)
+    line = before.outer.ran.line(changed)
     return f"{changed.title} (at {line})" if line else changed.title
 
 
@@ -83,7 +82,7 @@ def _attribute(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
     """Return the path of an attribute; for a variable, that of the forward of a submodule that refers to it."""
     if isinstance(changed, str):
         return changed
-    readers = paths_of_readers(before.modules, changed)
+    readers = before.outer.ran.paths_of_readers(changed)
     return f"{readers[0]}.forward" if readers and "" not in readers else ""
 
 

@@ -45,7 +45,7 @@ class WatchedPython:
         """
         self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
-        self.after = AttributeSnapshot(self.module, values, self.before.outer.scopes)
+        self.after = AttributeSnapshot(self.module, values, self.before.outer.ran)
 
     def writes(self, has_floats: bool) -> AttributeWrites:
         """Return what forward writes to attributes; nothing where floats are inputs, whose traces other calls use."""

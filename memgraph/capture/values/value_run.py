@@ -26,7 +26,7 @@ from ...graph.guard_ops import Scalars, sizes_of, strides_of, values_of
 from ...graph.nodes import written_arguments
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.module_proxy import all_submodules
-from ...guards.outer_scopes import OuterScopes
+from ...guards.what_ran import WhatRan
 from ...system.own_generators import OwnStates, own_generators
 from ...system.python_random import restoring_python_random
 from ..call.call import Call
@@ -69,7 +69,7 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
 def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractContextManager[object]) -> ValueRun:
     mode, devices = RecordValues(), {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
     own = OwnStates(own_generators(call.module))
-    scopes = OuterScopes.of(part for _, part in all_submodules(call.module))
+    ran = WhatRan(all_submodules(call.module))
     leaves = [(role, tensor) for role, tensor in zip(call.inputs, call.tensors, strict=True) if tensor.is_leaf]
     gradients = [leaf.grad for _, leaf in leaves]
     with (
@@ -77,7 +77,7 @@ def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractCon
         drawing_for_real(),
         torch.random.fork_rng(devices),
         refuse_reseeding(call.module, is_traced=False),
-        AttributeSnapshot(call.module, call.tensors, scopes).restored() as before,
+        AttributeSnapshot(call.module, call.tensors, ran).restored() as before,
         refuse_iterators(before),
         _RestoreWritten((*call.tensors, *(grad for grad in gradients if grad is not None))).restored(),
         without_checkpoint(),

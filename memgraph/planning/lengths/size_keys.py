@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from passes import Trace
@@ -20,7 +20,7 @@ from ...graph.guard_ops import is_condition
 from ...guards.signature import ARGUMENTS
 from ...runtime.step import Step
 from ...tensors.traced_size import LEAST
-from ..capture_cache import KnownLength
+from ..capture_cache import KnownLength, with_guard
 from ..value_variants import Answers, answers_of, assumed, with_answers
 from .general_steps import GeneralSteps
 
@@ -40,6 +40,10 @@ class SizeKeys:
     def __init__(self) -> None:
         self._general: list[tuple[Key, Places, GeneralSteps]] = []  # the latest last
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
+
+    def rekey(self, grown: Callable[[Any], Hashable]) -> None:
+        """Replace the guards in all keys."""
+        self._general = [(with_guard(key, grown), places, steps) for key, places, steps in self._general]
 
     def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> KnownLength | None:
         """Return a general capture at the lengths of a call with this key; None if none serves it.

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.capture.capture import capture
 from memgraph.guards.attribute_guard import AttributeGuard
 from memgraph.planning.planner import Planner
 
@@ -304,9 +305,16 @@ def test_a_number_in_an_installed_package_is_read() -> None:
         del sys.modules["installed_package"]
 
 
+def guard_of(module: nn.Module) -> AttributeGuard:
+    """Return the guard of a module that has run once."""
+    attributes = AttributeGuard(module)
+    attributes.grow(capture(module, (torch.ones(2, 8),), {}).reads)
+    return attributes
+
+
 def test_a_tensor_among_the_globals_is_not_kept_alive() -> None:
     module = Reading(lambda part, x: part.linear(x) * MASK)
-    attributes = AttributeGuard(module)
+    attributes = guard_of(module)
     before, reference = attributes.key, weakref.ref(MASK)
     globals()["MASK"] = None
     gc.collect()
@@ -314,7 +322,7 @@ def test_a_tensor_among_the_globals_is_not_kept_alive() -> None:
 
 
 def test_equal_values_are_the_same_key() -> None:
-    attributes = AttributeGuard(Reading(lambda part, x: x * NUMBERS[0] * len(NAME)))
+    attributes = guard_of(Reading(lambda part, x: part.linear(x) * NUMBERS[0] * len(NAME)))
     before = attributes.key
     globals().update(NUMBERS=[1, 2], NAME="".join(["a"]))
     assert attributes.key == before

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.capture.capture import capture
-from memgraph.guards.outer_scopes import OuterScopes
 from memgraph.guards.outer_snapshot import OuterSnapshot
+from memgraph.guards.what_ran import WhatRan
 from tests.support.compare import ROOM
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -299,8 +299,10 @@ def test_models_of_transformers_change_no_variable(name: str) -> None:
         intermediate_size=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     model, tokens = kind(config), torch.randint(3, 64, (2, 8))
-    scopes = OuterScopes.of(model.modules())
-    before = OuterSnapshot(scopes)
-    assert any(variable.title == f"{name}._tied_weights_keys" for variable in before.tokens)
+    before = OuterSnapshot(WhatRan(model.named_modules()))
+    with before.watching():
+        model(input_ids=tokens, labels=tokens)
+    assert any(code.co_qualname == f"{name}.forward" for code in before.ran.codes)
+    assert before.tokens
     capture(model, (), {"input_ids": tokens, "labels": tokens}, opaque=False)
-    assert before.changes(OuterSnapshot(scopes)) == ()
+    assert before.changes(OuterSnapshot(before.ran)) == ()

@@ -116,7 +116,7 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "closure": (
         lambda held: [lambda: next(held)],
         lambda box: box[0](),
-        r"the variable held that 0.held\[0\] closes over",
+        r"the variable held that .*<lambda> closes over",
     ),
     "default": (lambda held: None, lambda box: defaulted(), r"a default of defaulted\[0\]"),
     "slot": (lambda held: Slotted(held), lambda box: next(box.inner), r"held\.inner"),
@@ -139,9 +139,7 @@ def test_it_is_found_where_it_is_and_left_as_it_was(place: str) -> None:
 def test_what_a_hook_closes_over_is_read_too(register: str) -> None:
     held, model = iter([1.0, 2.0]), nn.Sequential(nn.Linear(4, 4))
     getattr(model[0], register)(lambda part, x, *y: (y or x)[0] * next(held))
-    with pytest.raises(
-        memgraph.CaptureError, match=r"forward reads the variable held that 0\._forward\w+\[\d+\] closes"
-    ):
+    with pytest.raises(memgraph.CaptureError, match=r"forward reads the variable held that .*<lambda> closes over"):
         capture(model, (X,), {})
     assert list(held) == [1.0, 2.0]
 

@@ -1,0 +1,356 @@
+"""The functions that forward and backward have entered, and the variables outside of attributes that they refer to.
+
+    class Layer(nn.Module):
+        calls = 0                                ->   Layer.calls
+        def forward(self, x): COUNTS["n"] += 1   ->   model.COUNTS
+
+These are globals, with the attributes behind them, closures, defaults, and attributes of classes and of objects that
+are named.  What is entered is noted before its first line, so that what it changes has been seen before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_stack
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..system.entered_code import PACKAGES, is_watched
+from ..system.garbage import all_objects
+from .code_reads import CodeReads, code_reads, mentions_any
+from .module_attributes import CONSTANTS
+from .variable_scope import OuterVariable, Scope, cell_contents, mentions
+
+CLOSED = (type, ModuleType, nn.Module)
+WRAPPERS = (
+    FunctionType, MethodType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
+    functools.cached_property, type(functools.lru_cache(print)),
+)  # fmt: skip
+AROUND = ("__func__", "__wrapped__", "func", "fget", "fset")  # attributes in which these have a function
+NAMESPACES = (SimpleNamespace, Namespace)
+INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")  # which no function of its own was made for
+DEPTH = 3  # how far objects in attributes of objects are looked into
+MANY = 1_000  # entries of a container that are looked at
+MISSING = object()
+_kept_defaults = weakref.WeakKeyDictionary[FunctionType, dict[str, Any]]()
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """The places and functions on which a graph rests outside of attributes.
+
+    Attributes:
+        changed: the variables that forward itself has changed; it does so in no other way in the next call.
+    """
+
+    scopes: tuple[Scope, ...] = ()
+    functions: tuple[FunctionType, ...] = ()
+    changed: tuple[OuterVariable, ...] = ()
+
+
+class Entered(NamedTuple):
+    """Where code was entered: the globals of its file, and the code that was running, the innermost first."""
+
+    content: dict[str, Any]
+    around: tuple[CodeType, ...]
+
+
+class Whole(NamedTuple):
+    """A class or an object whose attributes count once some code names them."""
+
+    title: str
+    owner: Any
+    of: Any
+    depth: int
+
+
+class WhatRan:
+    """A record of the code that is entered while some submodules run.
+
+    Attributes:
+        scopes: a place that has variables may have several, each with other names.
+        functions: with their closures and defaults.
+        codes: where each was entered first.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]] = ()) -> None:
+        self.parts = list(parts)
+        self.scopes: list[Scope] = []
+        self.functions: list[FunctionType] = []
+        self.codes: dict[CodeType, Entered] = {}
+        self._seen = set[int]()  # functions
+        self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
+        self._names = set[str]()
+        self._takes_any = False
+        self._whole: dict[int, Whole] = {}
+        self._held: dict[int, Any] = {}
+        self._made: dict[CodeType, list[FunctionType]] = {}
+        for _, part in self.parts:
+            self._enter_class(type(part))
+            for value in vars(part).values():
+                self._hold(value)
+
+    def enter(self, frame: FrameType) -> tuple[list[Scope], list[FunctionType]]:
+        """Note that a function is entered; return the variables and functions that were not known before."""
+        code, scopes, functions = frame.f_code, len(self.scopes), len(self.functions)
+        is_new = code not in self.codes
+        if is_new:
+            self.codes[code] = Entered(frame.f_globals, tuple(each.f_code for each, _ in walk_stack(frame)))
+            self._enter_code(code_reads(code), frame)
+        if is_new or code.co_freevars:
+            for function in self._functions(frame):
+                if id(function) not in self._seen:
+                    self._enter_function(function)
+        return self.scopes[scopes:], self.functions[functions:]
+
+    def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
+        """Return what a graph rests on of which this is the trace."""
+        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed))
+
+    def has(self, variable: OuterVariable) -> bool:
+        """Return True if what ran refers to a variable, which another record may have."""
+        return variable.name in self._known.get(id(variable.scope.owner), ())
+
+    def line(self, variable: OuterVariable) -> str:
+        """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
+        users = [code for code, entered in self.codes.items() if entered.content is variable.scope.owner]
+        places = [one for code in users or self.codes for one in mentions(code, variable.name)]
+        return max(places).place if places else ""
+
+    def paths_of_readers(self, variable: OuterVariable) -> list[str]:
+        """Return the paths of the submodules that were running when code was entered which names a variable."""
+        kinds: dict[CodeType, set[type]] = {}  # of submodules, by the code of their methods
+        for kind in {type(part) for _, part in self.parts}:
+            for value in (value for base in kind.__mro__ for value in vars(base).values()):
+                if isinstance(function := inspect.unwrap(value) if callable(value) else value, FunctionType):
+                    kinds.setdefault(function.__code__, set()).add(kind)
+        readers = set[type]()
+        for code, entered in self.codes.items():
+            if mentions_any(code, variable.name):
+                readers |= next((kinds[each] for each in entered.around if each in kinds), set())
+        return [path for path, part in self.parts if type(part) in readers]
+
+    def _functions(self, frame: FrameType) -> Sequence[FunctionType]:
+        """Return the functions with the code of a frame: several may have it, with other closures and defaults."""
+        code = frame.f_code
+        if code.co_name in INNER:
+            return ()
+        if not code.co_freevars and (found := _by_name(code, frame.f_globals)) is not None:
+            return (found,)
+        if not code.co_freevars and not code.co_argcount + code.co_kwonlyargcount:
+            return ()
+        candidates = self._made.get(code, [])
+        if not candidates and not any(code in each.co_consts for each in self.codes):  # what ran may have made it
+            candidates = self._made[code] = _functions_with(code)
+        if len(candidates) > 1 and code.co_freevars:
+            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
+            candidates = [each for each in candidates if _closes_over(each, values)] or candidates
+        return candidates
+
+    def _enter_code(self, reads: CodeReads, frame: FrameType) -> None:
+        content = frame.f_globals
+        title = str(content.get("__name__", ""))
+        of = ModuleType(title)
+        for path in reads.paths:
+            self._follow(title, of, content, path)
+        if reads.takes_globals:
+            self._add(f"{title}.{{}}", of, content, {name for name, value in content.items() if _is_variable(value)})
+        for each in reads.imports:
+            for module in each.found(str(content.get("__package__") or "")):
+                names = set(each.names) or reads.names & vars(module).keys()
+                self._add(f"{module.__name__}.{{}}", module, vars(module), names)
+        if frame.f_code.co_argcount and (first := frame.f_locals.get(frame.f_code.co_varnames[0])) is not None:
+            self._enter_class(first if isinstance(first, type) else type(first))
+        new = reads.names - self._names
+        self._names |= new
+        takes_any, self._takes_any = reads.takes_any and not self._takes_any, self._takes_any or reads.takes_any
+        if new or takes_any:
+            for whole in list(self._whole.values()):
+                self._name_attributes(whole)
+
+    def _follow(self, title: str, of: Any, content: dict[str, Any], path: Sequence[str]) -> None:
+        """Add a global, and what code takes of it at once: attributes of files, classes, functions and objects."""
+        owner: Any = content
+        for place, name in enumerate(path):
+            self._add(f"{title}.{{}}", of, owner, {name})
+            value = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
+            is_last, label = place == len(path) - 1, f"{title}.{name}"
+            if isinstance(value, WRAPPERS):
+                self._hold(value)
+            if isinstance(value, type):
+                self._enter_class(value)
+                return
+            if isinstance(value, ModuleType):
+                title, owner, of = value.__name__, vars(value), value
+            elif isinstance(value, FunctionType):
+                title, owner, of = value.__qualname__, vars(value), value
+            elif isinstance(value, Tensor | nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
+                return
+            else:
+                inside = vars(value)
+                self._enter_class(type(value))
+                if is_last or path[place + 1] not in inside:  # a method or a property reads others
+                    self._enter_object(label, value, 0)
+                    return
+                title, owner, of = label, inside, type(value)
+
+    def _hold(self, value: Any, depth: int = 0) -> None:
+        """Note the functions that a value leads to, the classes of objects there, and the objects of bound methods."""
+        if id(value) in self._held or depth > DEPTH or isinstance(value, (*CONSTANTS, *CLOSED, Tensor)):
+            return
+        self._held[id(value)] = value
+        inside: Any = ()
+        for name in AROUND:
+            self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
+        if isinstance(value, FunctionType):
+            self._made.setdefault(value.__code__, []).append(value)
+            inside = [content for cell in value.__closure__ or () for content in cell_contents(cell)]
+            for each in (*inside, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+                self._hold(each, depth if isinstance(each, WRAPPERS) else depth + 1)
+            return
+        if isinstance(value, functools.partial):
+            inside = *value.args, *value.keywords.values()
+        elif isinstance(value, dict | list | tuple | set | deque):
+            inside = (value.values() if isinstance(value, dict) else value) if len(value) <= MANY else ()
+        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+            self._enter_class(type(value))
+            inside = attributes.values()
+        if isinstance(value, MethodType):
+            self._enter_object(type(value.__self__).__qualname__, value.__self__, 0)
+        for each in list(inside):
+            self._hold(each, depth + 1)
+
+    def _enter_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._whole and (base in NAMESPACES or is_open(base)):
+                self._whole[id(base)] = whole = Whole(base.__qualname__, base, base, DEPTH)
+                self._name_attributes(whole)
+                for value in vars(base).values():
+                    if isinstance(value, WRAPPERS):
+                        self._hold(value)
+
+    def _enter_object(self, title: str, thing: Any, depth: int) -> None:
+        """Let attributes of an object count once they are named, and those of objects among them."""
+        inside = getattr(thing, "__dict__", None)
+        kind = type(thing)
+        if not isinstance(inside, dict) or id(inside) in self._whole or depth > DEPTH:
+            return
+        if isinstance(thing, Tensor | nn.Module | type | FunctionType | ModuleType):
+            return
+        self._enter_class(kind)
+        if kind in NAMESPACES or is_open(kind):
+            self._whole[id(inside)] = whole = Whole(title, inside, kind, depth)
+            self._name_attributes(whole)
+
+    def _name_attributes(self, whole: Whole) -> None:
+        content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
+        is_users = not is_installed(whole.of)
+        names = set(content) if self._takes_any else self._names & content.keys()
+        self._add(f"{whole.title}.{{}}", whole.of, whole.owner, names | self._names if is_users else names)
+        if whole.owner is content and is_users:
+            for name in names & content.keys():
+                self._hold(content[name], whole.depth)
+                self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1)
+
+    def _enter_function(self, function: FunctionType) -> None:
+        self._seen.add(id(function))
+        self.functions.append(function)
+        title = function.__qualname__
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            label = f"the variable {name} that {title} closes over"
+            self._add(label, function, cell, (name,))
+            for value in cell_contents(cell):
+                self._hold(value)
+                self._enter_object(label, value, 0)
+        if defaults := _defaults(function):
+            self._add(f"the default of {{}} in {title}", function, defaults, defaults)
+        if function.__dict__:
+            self._add(f"{title}.{{}}", function, vars(function), set(vars(function)))
+
+    def _add(self, title: str, of: Any, owner: dict[str, Any] | type | CellType, names: Iterable[str]) -> None:
+        """Add the variables with these names, unless they are known."""
+        known = self._known.setdefault(id(owner), set())
+        if new := set(names) - known:
+            known |= new
+            self.scopes.append(Scope(title, owner, new, is_installed(of)))
+
+
+def is_open(kind: type) -> bool:
+    """Return True for a class whose attributes may count: one of the user's, or of an installed package."""
+    return not _is_library(_module_of(kind))
+
+
+def is_installed(thing: Any) -> bool:
+    """Return True for what belongs to torch, to Python's library or to what a package manager has installed."""
+    name = _module_of(thing)
+    return _is_library(name) or any(part in PACKAGES for part in _file(name).parts)
+
+
+def _module_of(thing: Any) -> str:
+    """Return the name of the file that defines a class or a function; empty in a namespace without a name."""
+    return str((thing.__name__ if isinstance(thing, ModuleType) else thing.__module__) or "")
+
+
+@functools.cache
+def _is_library(name: str) -> bool:
+    if name == "builtins" or name in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:  # a built-in part of a package, or the session
+        return name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
+    return not is_watched(file)
+
+
+def _file(name: str) -> Path:
+    for each in (name, name.partition(".")[0]):
+        if file := getattr(sys.modules.get(each), "__file__", None):
+            return Path(file)
+    return Path()
+
+
+def _is_variable(value: Any) -> bool:
+    return not isinstance(value, type | FunctionType | ModuleType)
+
+
+def _by_name(code: CodeType, content: dict[str, Any]) -> FunctionType | None:
+    """Return the function of a file or class with this code, which decorators may have wrapped."""
+    found: Any = content
+    for name in code.co_qualname.split("."):
+        inside = found if isinstance(found, dict) else getattr(found, "__dict__", None)
+        found = inside.get(name) if isinstance(inside, Mapping) else None
+        if found is None:
+            return None
+    for attribute in ("fget", "__func__", "func", "__wrapped__"):
+        found = getattr(found, attribute, None) or found
+    return found if isinstance(found, FunctionType) and found.__code__ is code else None
+
+
+def _functions_with(code: CodeType) -> list[FunctionType]:
+    """Return all functions with this code, wherever they are: this takes 0.1 s."""
+    return [thing for thing in all_objects() if type(thing) is FunctionType and thing.__code__ is code]
+
+
+def _closes_over(function: FunctionType, values: Sequence[Any]) -> bool:
+    contents = ((*cell_contents(cell), MISSING)[0] for cell in function.__closure__ or ())
+    return all(content is value for content, value in zip(contents, values, strict=True))
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Return the defaults of a function's arguments that can change, by name: the same dict for the same function."""
+    given, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    defaults = dict(zip(names, given, strict=True)) | (function.__kwdefaults__ or {})
+    kept = _kept_defaults.setdefault(function, {})
+    kept.clear()
+    kept |= {name: value for name, value in defaults.items() if not isinstance(value, CONSTANTS)}
+    return kept
