@@ -114,7 +114,7 @@ class WhatRan:
         return self.scopes[scopes:], self.functions[functions:]
 
     def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
-        """Return what a graph rests on of which this is the trace."""
+        """Return the places and functions on which the graph rests that was traced meanwhile."""
         return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed))
 
     def has(self, variable: OuterVariable) -> bool:
