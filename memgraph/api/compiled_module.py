@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import BudgetError, FusedError, MemgraphError, NoPlanError
@@ -233,8 +235,15 @@ def _compiled(module: nn.Module, options: CompileOptions) -> CompiledModule:
 def refuse_transforms() -> None:
     """
     Raises:
-        MemgraphError: torch.jit.trace, torch.export, or a transform of torch.func (vmap, grad, vjp, ...) is running.
+        MemgraphError: torch.jit.trace, torch.export, a transform of torch.func (vmap, grad, vjp, ...) is running, or
+            a TorchFunctionMode of the caller's.
     """
+    for mode in _get_current_function_mode_stack():
+        if type(mode) is not DeviceContext:
+            raise MemgraphError(
+                f"{type(mode).__name__} is a TorchFunctionMode and changes the functions of torch, but a captured step "
+                "calls none of them: let forward enter it"
+            )
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise MemgraphError(
             "torch.jit.trace and torch.export can't follow a compiled module, which runs a graph of its own: give them "

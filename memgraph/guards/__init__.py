@@ -1,6 +1,7 @@
 """Decide when a captured graph may be reused.
 
 signature             the guard key of a call
+cleared_caches        how often caches of functions were emptied
 hashed_tuple          a tuple that computes its hash once
 owned_tensors         parameters and buffers of a module, listed quickly
 attribute_guard       attributes and variables that forward may read, as a key

@@ -20,6 +20,7 @@ from typing import Any
 GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 BY_NAME = frozenset({"getattr", "hasattr"})  # functions whose second argument is a name
+BY_TEXT = frozenset({"import_module", "modules", "__import__"})  # what finds a module by its name
 ANY_NAME = frozenset({"vars", "dir", "attrgetter", "asdict", "__dict__"})  # what reads attributes of any name
 
 
@@ -35,7 +36,7 @@ class Import:
         """Yield the modules that it names and that are loaded; code in `package` imports."""
         try:
             name = importlib.util.resolve_name("." * self.level + self.module, package or None)
-        except ImportError:
+        except (ImportError, ValueError):
             return
         paths = [name] if self.names else [name, name.partition(".")[0]]
         yield from (sys.modules[path] for path in dict.fromkeys(paths) if path in sys.modules)
@@ -66,9 +67,12 @@ def code_reads(code: CodeType) -> CodeReads:
     steps = list(dis.get_instructions(code))
     texts = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
     names = frozenset((*code.co_names, *texts))
+    imports = [*_imports(steps)]
+    if names & BY_TEXT:
+        imports += [Import(text, 0, ()) for text in code.co_consts if isinstance(text, str)]
     computes = any(step.argval in BY_NAME and _computes_name(steps[i + 1 :]) for i, step in enumerate(steps))
     return CodeReads(
-        tuple(dict.fromkeys(_paths(steps))), names, tuple(_imports(steps)),
+        tuple(dict.fromkeys(_paths(steps))), names, tuple(imports),
         computes or bool(names & ANY_NAME), "globals" in code.co_names,
     )  # fmt: skip
 
@@ -96,10 +100,8 @@ def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
     """Return True unless the second argument of the call that begins here is a text in the code."""
     depth, name = 0, False
     for step in steps:
-        if step.opname.startswith("CALL") and depth <= 3:
+        if step.opname.startswith(("CALL", "PRECALL")) and depth <= 3:
             return not name
-        if step.opname in ("PRECALL", "KW_NAMES", "CACHE", "PUSH_NULL"):
-            continue
         before = depth
         depth += dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None)
         if depth == 2:

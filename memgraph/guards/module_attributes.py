@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .cleared_caches import FunctionCache, cleared
 from .hashed_tuple import HashedTuple
 
 MAX_DEPTH = 5  # below a module; objects further down are compared by identity
@@ -32,9 +36,19 @@ CONSTANTS = (
 )  # fmt: skip
 OPAQUE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-    functools.partial, random.Random, torch.Generator, torch.SymFloat,
+    random.Random, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
+# Objects that have their state elsewhere than in attributes -> that state.
+STATES: Mapping[type, Callable[[Any], Any]] = {
+    type(os.environ): lambda environ: environ._data,
+    ContextVar: lambda variable: variable.get(None),
+    threading.local: vars,
+    weakref.WeakKeyDictionary: dict,
+    weakref.WeakValueDictionary: dict,
+    types.MappingProxyType: dict,
+    FunctionCache: cleared,
+}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("_parameters", "_buffers")
 # transformers' `save_pretrained` writes these into a configuration.
@@ -146,6 +160,14 @@ class AttributeWalk:
         elif is_array(thing):
             self._check(lambda: _array_content(thing))
             self.tokens += [IdentityKey(type(thing)), _array_content(thing)]
+        elif (read := STATES.get(type(thing))) is not None:
+            self._check(lambda: _identities(read(thing)))
+            self.tokens.append(IdentityKey(thing))
+            self.describe(read(thing), depth + 1)
+        elif isinstance(thing, functools.partial):
+            self.tokens.append(IdentityKey(thing))
+            for each in (thing.func, thing.args, thing.keywords):
+                self.describe(each, depth + 1)
         elif depth >= MAX_DEPTH or isinstance(thing, OPAQUE) or _is_from_torch(thing):
             self.tokens.append(IdentityKey(thing))
         else:
@@ -254,6 +276,10 @@ class AttributeWalk:
 
     def _keep(self, things: Iterable[Any]) -> None:
         self._alive += [thing for thing in things if not isinstance(thing, Tensor)]
+
+
+def _identities(state: Any) -> object:
+    return [*map(id, state), *map(id, state.values())] if isinstance(state, dict) else id(state)
 
 
 def _item_key(thing: Any) -> Hashable:

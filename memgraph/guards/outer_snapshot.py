@@ -9,9 +9,11 @@ Numbers, texts, tensors, and containers of these. Other objects count by identit
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -26,7 +28,7 @@ from .what_ran import WhatRan
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque)
 LARGE = 1_000  # entries; such a container counts by its length alone
 Note = Callable[[Sequence[Scope], Sequence[FunctionType], FrameType], object]
-DEPTH = 3  # where the walk begins: it ends two containers further down
+DEPTH = 1  # where the walk begins, as that of an attribute
 
 
 class OuterSnapshot:
@@ -40,8 +42,9 @@ class OuterSnapshot:
         self.values: dict[Scope, dict[str, Any]] = {}
         self.tokens: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self.copies: list[tuple[Any, Any]] = []
-        self._walk = PlainWalk({id(tensor): position for position, tensor in enumerate(inputs)})
-        self._describe(self.ran.scopes)
+        given = (enumerate(inputs), enumerate(self.ran.tensors))
+        self._walk = PlainWalk({id(tensor): position for position, tensor in chain(*given)})
+        self._describe([*self.ran.scopes, *self.ran.defaults])
 
     @contextmanager
     def watching(self, note: Note | None = None) -> Iterator[None]:
@@ -106,7 +109,8 @@ class PlainWalk(AttributeWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         is_container = type(thing) in CONTAINERS
-        if isinstance(thing, Tensor) or is_array(thing) or (is_container and len(thing) <= LARGE):
+        is_plain = isinstance(thing, Tensor | functools.partial) or is_array(thing)
+        if is_plain or (is_container and len(thing) <= LARGE):
             super()._describe_new(thing, depth)
         else:
             self._alive.append(thing)

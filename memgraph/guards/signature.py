@@ -21,7 +21,10 @@ from .attribute_guard import AttributeGuard
 from .hashed_tuple import HashedTuple
 
 ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
-GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+GLOBAL_HOOKS = (
+    modules._global_forward_hooks, modules._global_forward_pre_hooks,
+    modules._global_backward_hooks, modules._global_backward_pre_hooks,
+)  # fmt: skip
 PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
 

@@ -7,34 +7,23 @@ Numbers, texts, containers and objects in them count by value, anything else by 
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from types import CellType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey
+from .module_attributes import CONSTANTS, STATES, AttributeWalk, IdentityKey
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .variable_scope import OuterVariable, Scope
 from .what_ran import Reads, is_open
 
 Place = tuple[int, str]  # that of an `OuterVariable`
 CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-STATES: Mapping[type, Callable[[Any], Any]] = {  # what has its state elsewhere than in attributes -> that state
-    type(os.environ): lambda environ: environ._data,
-    ContextVar: lambda variable: variable.get(None),
-    threading.local: lambda local: vars(local),
-    weakref.WeakKeyDictionary: dict,
-    weakref.WeakValueDictionary: dict,
-    MappingProxyType: dict,
-}
+TOLD = (FunctionType, BuiltinFunctionType, type)  # count in installed packages too: someone may have replaced one
 
 
 class VariableGuard:
@@ -92,17 +81,19 @@ class VariableWalk(PlainWalk):
         super().__init__(owned=frozenset())
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
-        self._mappings: list[tuple[Callable[[str], Any], tuple[str, ...], Any]] = []
+        self._classes: list[type] = []
+        self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by the id of what has the variables
         self._functions = list(chain.from_iterable(each.functions for each in reads))
         for each in reads:
             for scope in each.scopes:
-                content = scope.content()
-                names = [name for name in sorted(content) if _counts(name, content[name], scope)]
-                if names := [name for name in names if OuterVariable(scope, name).place not in ignored]:
-                    self._describe_scope(scope, names, content)
+                self._describe_scope(scope, ignored)
             for function in each.functions:
-                self.tokens += [each and IdentityKey(each) for each in (function, *CODE(function))]
+                self.tokens += [IdentityKey(function), IdentityKey(function.__code__)]
                 self._keep(CODE(function))
+                for defaults in (function.__defaults__, function.__kwdefaults__):
+                    self.numbers.clear()
+                    self.describe(defaults, DEPTH)
+        self._mappings = [(inside.get, tuple(names), inside) for inside, names in self._names.values()]
         self._check(self._identities)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
@@ -112,29 +103,33 @@ class VariableWalk(PlainWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         kind = type(thing)
-        if (read := STATES.get(kind)) is not None:
-            self._alive.append(thing)
-            self.tokens.append(IdentityKey(thing))
-            self._check(lambda: _identities(read(thing)))
-            self.describe(read(thing), depth + 1)
-        elif isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth)):
+        is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
+        if kind in STATES or is_object:
             AttributeWalk._describe_new(self, thing, depth)
         else:
             super()._describe_new(thing, depth)
+            if is_open(kind):
+                self.tokens.append(IdentityKey(kind))
+                self._check(lambda: type(thing))
 
     def _is_inside(self, thing: Any, depth: int) -> bool:
         """Return True for an object in a container, or a container of its own class; any other has its own scope."""
         is_inside = depth > DEPTH or isinstance(thing, dict | list | tuple) or not hasattr(thing, "__dict__")
         return is_inside and is_open(type(thing))
 
-    def _describe_scope(self, scope: Scope, names: list[str], content: dict[str, Any]) -> None:
-        owner = scope.owner
+    def _describe_scope(self, scope: Scope, ignored: Mapping[Place, object]) -> None:
+        owner, content = scope.owner, scope.content()
+        counted = [name for name in sorted(content) if _counts(name, content[name], scope)]
+        names = [name for name in counted if OuterVariable(scope, name).place not in ignored]
         self._keep(content.values())
         if isinstance(owner, CellType):
-            self._cells.append(owner)
+            self._cells += [owner] * len(names)
         else:
             inside = owner if isinstance(owner, dict) else vars(owner)
-            self._mappings.append((inside.get, tuple(names), inside))
+            self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(names))
+        if isinstance(owner, type) and owner not in self._classes:
+            self._classes.append(owner)
+            self.tokens += map(IdentityKey, owner.__mro__)
         for name in names:
             self.numbers.clear()  # so that no variable's description depends on others
             begin = len(self.tokens)
@@ -149,11 +144,13 @@ class VariableWalk(PlainWalk):
         """Return the identities of all variables, in one function, since every call of the module comes by."""
         cells = [id(cell.cell_contents) for cell in self._cells]
         functions = [tuple(map(id, found)) for found in map(CODE, self._functions)]
-        return cells, functions, [(len(inside), *map(id, map(get, names))) for get, names, inside in self._mappings]
-
-
-def _identities(state: Any) -> object:
-    return [*map(id, state), *map(id, state.values())] if isinstance(state, dict) else id(state)
+        classes = [id(kind.__mro__) for kind in self._classes]
+        return (
+            cells,
+            functions,
+            classes,
+            [(len(inside), *map(id, map(get, names))) for get, names, inside in self._mappings],
+        )
 
 
 def _is_small(thing: Any) -> bool:
@@ -161,7 +158,8 @@ def _is_small(thing: Any) -> bool:
 
 
 def _counts(name: str, value: Any, scope: Scope) -> bool:
-    """Return True for what may change: in installed packages plain values alone."""
+    """Return True for what may change: in installed packages plain values alone, and what someone may replace."""
     if scope.is_installed:
-        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, Tensor)
-    return not (name.startswith("__") and name.endswith("__")) and not isinstance(value, ModuleType)
+        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, (Tensor, *TOLD))
+    is_pythons = name.startswith("__") and name.endswith("__") and not isinstance(value, FunctionType)
+    return not is_pythons and not isinstance(value, ModuleType)

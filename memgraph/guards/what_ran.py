@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
+import os
 import sys
 import weakref
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..system.entered_code import PACKAGES, is_watched
+from ..system.frames import MEMGRAPH
 from ..system.garbage import all_objects
 from .code_reads import CodeReads, code_reads, mentions_any
 from .module_attributes import CONSTANTS
@@ -36,9 +40,11 @@ WRAPPERS = (
     FunctionType, MethodType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
     functools.cached_property, type(functools.lru_cache(print)),
 )  # fmt: skip
+ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 AROUND = ("__func__", "__wrapped__", "func", "fget", "fset")  # attributes in which these have a function
 NAMESPACES = (SimpleNamespace, Namespace)
 INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")  # which no function of its own was made for
+GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
 MISSING = object()
@@ -70,7 +76,7 @@ class Whole(NamedTuple):
 
     title: str
     owner: Any
-    of: Any
+    is_installed: bool
     depth: int
 
 
@@ -79,20 +85,24 @@ class WhatRan:
 
     Attributes:
         scopes: a place that has variables may have several, each with other names.
+        defaults: those of functions that can change; they belong to these.
         functions: with their closures and defaults.
         codes: where each was entered first.
     """
 
-    def __init__(self, parts: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        self.parts = list(parts)
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]] = (), tensors: Sequence[Tensor] = ()) -> None:
+        """`tensors` are those of the call: others stand for them while it is traced."""
+        self.parts, self.tensors = list(parts), tensors
         self.scopes: list[Scope] = []
         self.functions: list[FunctionType] = []
+        self.defaults: list[Scope] = []
         self.codes: dict[CodeType, Entered] = {}
         self._seen = set[int]()  # functions
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
-        self._names = set[str]()
+        self._names = set(ENTRIES)
         self._takes_any = False
         self._whole: dict[int, Whole] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._held: dict[int, Any] = {}
         self._made: dict[CodeType, list[FunctionType]] = {}
         for _, part in self.parts:
@@ -102,7 +112,8 @@ class WhatRan:
 
     def enter(self, frame: FrameType) -> tuple[list[Scope], list[FunctionType]]:
         """Note that a function is entered; return the variables and functions that were not known before."""
-        code, scopes, functions = frame.f_code, len(self.scopes), len(self.functions)
+        code, functions = frame.f_code, len(self.functions)
+        scopes, defaults = len(self.scopes), len(self.defaults)
         is_new = code not in self.codes
         if is_new:
             self.codes[code] = Entered(frame.f_globals, tuple(each.f_code for each, _ in walk_stack(frame)))
@@ -111,7 +122,7 @@ class WhatRan:
             for function in self._functions(frame):
                 if id(function) not in self._seen:
                     self._enter_function(function)
-        return self.scopes[scopes:], self.functions[functions:]
+        return self.scopes[scopes:] + self.defaults[defaults:], self.functions[functions:]
 
     def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
         """Return the places and functions on which the graph rests that was traced meanwhile."""
@@ -126,6 +137,12 @@ class WhatRan:
         users = [code for code, entered in self.codes.items() if entered.content is variable.scope.owner]
         places = [one for code in users or self.codes for one in mentions(code, variable.name)]
         return max(places).place if places else ""
+
+    def is_of_hooks(self, variable: OuterVariable) -> bool:
+        """Return True if forward hooks alone name a variable: they run when a step is captured, and in no later run."""
+        hooks = {code for _, part in self.parts for hook in _hooks(part) for code in _codes(hook)}
+        named = [(code, *entered.around) for code, entered in self.codes.items() if mentions_any(code, variable.name)]
+        return bool(hooks and named) and all(not hooks.isdisjoint(codes) for codes in named)
 
     def paths_of_readers(self, variable: OuterVariable) -> list[str]:
         """Return the paths of the submodules that were running when code was entered which names a variable."""
@@ -160,29 +177,39 @@ class WhatRan:
     def _enter_code(self, reads: CodeReads, frame: FrameType) -> None:
         content = frame.f_globals
         title = str(content.get("__name__", ""))
-        of = ModuleType(title)
+        installed = is_installed(ModuleType(title))
         for path in reads.paths:
-            self._follow(title, of, content, path)
+            self._follow(title, installed, content, path)
         if reads.takes_globals:
-            self._add(f"{title}.{{}}", of, content, {name for name, value in content.items() if _is_variable(value)})
+            self._add(
+                f"{title}.{{}}", installed, content, {name for name, value in content.items() if _is_variable(value)}
+            )
         for each in reads.imports:
             for module in each.found(str(content.get("__package__") or "")):
                 names = set(each.names) or reads.names & vars(module).keys()
-                self._add(f"{module.__name__}.{{}}", module, vars(module), names)
+                self._add(f"{module.__name__}.{{}}", is_installed(module), vars(module), names)
         if frame.f_code.co_argcount and (first := frame.f_locals.get(frame.f_code.co_varnames[0])) is not None:
             self._enter_class(first if isinstance(first, type) else type(first))
-        new = reads.names - self._names
+        self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
+
+    def _mention(self, names: set[str], takes_any: bool = False) -> None:
+        """Let attributes with these names count, or all."""
+        new = names - self._names
         self._names |= new
-        takes_any, self._takes_any = reads.takes_any and not self._takes_any, self._takes_any or reads.takes_any
+        if "getenv" in self._names:
+            self._add("os.{}", True, vars(os), ("environ",))
+        for optimizer in self._optimizers if GROUPS in self._names else ():
+            self._add(f"{type(optimizer).__name__}.{{}}", False, vars(optimizer), (GROUPS,))
+        takes_any, self._takes_any = takes_any and not self._takes_any, self._takes_any or takes_any
         if new or takes_any:
             for whole in list(self._whole.values()):
                 self._name_attributes(whole)
 
-    def _follow(self, title: str, of: Any, content: dict[str, Any], path: Sequence[str]) -> None:
+    def _follow(self, title: str, installed: bool, content: dict[str, Any], path: Sequence[str]) -> None:
         """Add a global, and what code takes of it at once: attributes of files, classes, functions and objects."""
         owner: Any = content
         for place, name in enumerate(path):
-            self._add(f"{title}.{{}}", of, owner, {name})
+            self._add(f"{title}.{{}}", installed, owner, {name})
             value = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
             is_last, label = place == len(path) - 1, f"{title}.{name}"
             if isinstance(value, WRAPPERS):
@@ -191,21 +218,23 @@ class WhatRan:
                 self._enter_class(value)
                 return
             if isinstance(value, ModuleType):
-                title, owner, of = value.__name__, vars(value), value
+                title, owner, installed = value.__name__, vars(value), is_installed(value)
             elif isinstance(value, FunctionType):
-                title, owner, of = value.__qualname__, vars(value), value
+                title, owner = value.__qualname__, vars(value)
             elif isinstance(value, Tensor | nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
                 return
             else:
                 inside = vars(value)
                 self._enter_class(type(value))
                 if is_last or path[place + 1] not in inside:  # a method or a property reads others
-                    self._enter_object(label, value, 0)
+                    self._enter_object(label, value, 0, installed)
                     return
-                title, owner, of = label, inside, type(value)
+                title, owner = label, inside
 
     def _hold(self, value: Any, depth: int = 0) -> None:
         """Note the functions that a value leads to, the classes of objects there, and the objects of bound methods."""
+        if isinstance(value, type):
+            self._enter_class(value)
         if id(value) in self._held or depth > DEPTH or isinstance(value, (*CONSTANTS, *CLOSED, Tensor)):
             return
         self._held[id(value)] = value
@@ -214,10 +243,19 @@ class WhatRan:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
             self._made.setdefault(value.__code__, []).append(value)
+            is_theirs = _is_library(_module_of(value)) and not value.__code__.co_filename.startswith(MEMGRAPH)
+            if value.__closure__ and is_theirs and id(value) not in self._seen:
+                self._enter_function(value)  # nothing tells when it is entered
             inside = [content for cell in value.__closure__ or () for content in cell_contents(cell)]
             for each in (*inside, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._hold(each, depth if isinstance(each, WRAPPERS) else depth + 1)
             return
+        if isinstance(value, operator.attrgetter | operator.methodcaller):
+            names: Any = value.__reduce__()[1]
+            self._mention({part for text in names for part in str(text).split(".")})
+        if isinstance(value, torch.optim.Optimizer):
+            self._optimizers.append(value)
+            self._mention(set())
         if isinstance(value, functools.partial):
             inside = *value.args, *value.keywords.values()
         elif isinstance(value, dict | list | tuple | set | deque):
@@ -231,15 +269,16 @@ class WhatRan:
             self._hold(each, depth + 1)
 
     def _enter_class(self, kind: type) -> None:
-        for base in kind.__mro__:
+        meta: Any = type(kind)
+        for base in (*kind.__mro__, *meta.__mro__):
             if id(base) not in self._whole and (base in NAMESPACES or is_open(base)):
-                self._whole[id(base)] = whole = Whole(base.__qualname__, base, base, DEPTH)
+                self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), DEPTH)
                 self._name_attributes(whole)
                 for value in vars(base).values():
                     if isinstance(value, WRAPPERS):
                         self._hold(value)
 
-    def _enter_object(self, title: str, thing: Any, depth: int) -> None:
+    def _enter_object(self, title: str, thing: Any, depth: int, installed: bool = False) -> None:
         """Let attributes of an object count once they are named, and those of objects among them."""
         inside = getattr(thing, "__dict__", None)
         kind = type(thing)
@@ -249,40 +288,42 @@ class WhatRan:
             return
         self._enter_class(kind)
         if kind in NAMESPACES or is_open(kind):
-            self._whole[id(inside)] = whole = Whole(title, inside, kind, depth)
+            self._whole[id(inside)] = whole = Whole(title, inside, installed, depth)
             self._name_attributes(whole)
 
     def _name_attributes(self, whole: Whole) -> None:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
-        is_users = not is_installed(whole.of)
         names = set(content) if self._takes_any else self._names & content.keys()
-        self._add(f"{whole.title}.{{}}", whole.of, whole.owner, names | self._names if is_users else names)
-        if whole.owner is content and is_users:
+        absent = set[str]() if whole.is_installed else self._names
+        self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)
+        if whole.owner is content:
             for name in names & content.keys():
                 self._hold(content[name], whole.depth)
-                self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1)
+                self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1, whole.is_installed)
 
     def _enter_function(self, function: FunctionType) -> None:
         self._seen.add(id(function))
         self.functions.append(function)
-        title = function.__qualname__
+        title, installed = function.__qualname__, is_installed(function) and not _is_library(_module_of(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             label = f"the variable {name} that {title} closes over"
-            self._add(label, function, cell, (name,))
+            self._add(label, installed, cell, (name,))
             for value in cell_contents(cell):
                 self._hold(value)
                 self._enter_object(label, value, 0)
         if defaults := _defaults(function):
-            self._add(f"the default of {{}} in {title}", function, defaults, defaults)
+            self.defaults.append(Scope(f"the default of {{}} in {title}", defaults, set(defaults)))
         if function.__dict__:
-            self._add(f"{title}.{{}}", function, vars(function), set(vars(function)))
+            self._add(f"{title}.{{}}", installed, vars(function), set(vars(function)))
 
-    def _add(self, title: str, of: Any, owner: dict[str, Any] | type | CellType, names: Iterable[str]) -> None:
+    def _add(
+        self, title: str, installed: bool, owner: dict[str, Any] | type | CellType, names: Iterable[str]
+    ) -> None:  # fmt: skip
         """Add the variables with these names, unless they are known."""
         known = self._known.setdefault(id(owner), set())
         if new := set(names) - known:
             known |= new
-            self.scopes.append(Scope(title, owner, new, is_installed(of)))
+            self.scopes.append(Scope(title, owner, new, installed))
 
 
 def is_open(kind: type) -> bool:
@@ -316,6 +357,20 @@ def _file(name: str) -> Path:
         if file := getattr(sys.modules.get(each), "__file__", None):
             return Path(file)
     return Path()
+
+
+def _hooks(part: nn.Module) -> Iterator[Any]:
+    yield from (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a callable, and of those that it wraps."""
+    for name in AROUND:
+        if (inner := getattr(function, name, None)) is not None:
+            yield from _codes(inner)
+    call = function if isinstance(function, FunctionType) else getattr(type(function), "__call__", None)  # noqa: B004
+    if isinstance(call, FunctionType):
+        yield call.__code__
 
 
 def _is_variable(value: Any) -> bool:

@@ -136,19 +136,25 @@ if sys.version_info >= (3, 12):
         return nullcontext()
 
 else:
+    _own: list[Any] = []  # tracers of this package that were there before, and go on
 
-    def _trace(frame: FrameType, event: str, argument: object) -> None:
+    def _trace(frame: FrameType, event: str, argument: object) -> Any:
         if _is_watched(frame.f_code, frame.f_globals):
             _tell(frame)
             if frame.f_code.co_freevars:
                 frame.f_locals  # noqa: B018 # read again: Python writes into cells what it has found there before
+        return _own[-1](frame, event, argument) if _own else None
 
     def _begin() -> Any:
         before = sys.gettrace()
+        if before is not _trace and str(getattr(before, "__module__", "")).startswith("memgraph."):
+            _own.append(before)
         sys.settrace(_trace)
         return before
 
     def _end(before: Any) -> None:
+        if _own and _own[-1] == before:
+            _own.pop()
         sys.settrace(before)
 
     def unwatched_ops() -> Any:
@@ -156,7 +162,7 @@ else:
         plain = ProxyTorchDispatchMode.__torch_dispatch__
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
-            if (tracer := sys.gettrace()) is None:
+            if (tracer := sys.gettrace()) is None or _own:
                 return plain(*args, **kwargs)
             sys.settrace(None)
             try:

@@ -51,6 +51,8 @@ NAMES: Mapping[str, str] = {
     "torch._C._disabled_torch_function_impl": "fused layers of nn are taken apart as for a subclass of Tensor",
     "torch._C.ScriptFunction": "functions that TorchScript has compiled are traced as Python",
     "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
+    "torch.overrides._get_current_function_mode_stack": "a mode that changes functions of torch is refused",
+    "torch.utils._device.DeviceContext": "the mode of a default device, which is not refused",
     "torch._compile": "a wrapper of torch.random, which is not the caller",
     "torch._dynamo.eval_frame": "a wrapper of torch.random, which is not the caller",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the ops of a call in their order",
@@ -159,6 +161,8 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     },
     "torch.nn.modules.module": {
         "_global_forward_hooks": "hooks are part of what tells one call from another",
+        "_global_backward_hooks": "hooks are part of what tells one call from another",
+        "_global_backward_pre_hooks": "hooks are part of what tells one call from another",
         "_global_forward_pre_hooks": "hooks are part of what tells one call from another",
     },
     "torch.nn.utils.stateless": {"_reparametrize_module": "forward runs on the trace's parameters"},

@@ -30,7 +30,7 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
     What forward writes outside of it stays, but for what symbols and stand-ins for floats may be in.
     """
     parts = all_submodules(call.module)
-    snapshot = AttributeSnapshot(call.module, call.tensors, WhatRan(parts))
+    snapshot = AttributeSnapshot(call.module, call.tensors, WhatRan(parts, call.tensors))
     with (
         snapshot.restored() if mode.sizes is not None or mode.has_floats else snapshot.restored_attributes() as before,
         unwatched_ops(),

@@ -6,7 +6,6 @@ def table(rows): return torch.arange(rows).sin()    ->   a captured step compute
 
 from __future__ import annotations
 
-import functools
 import gc
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ...guards.attribute_snapshot import AttributeSnapshot
-
-FunctionCache = type(functools.lru_cache(lambda: None))
+from ...guards.cleared_caches import FunctionCache, clear
 
 
 def empty_function_caches(before: AttributeSnapshot) -> None:
@@ -26,7 +24,7 @@ def empty_function_caches(before: AttributeSnapshot) -> None:
     for value in found:
         cache = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if isinstance(cache, FunctionCache) and any(map(_is_traced, gc.get_referents(cache))):
-            cache.cache_clear()
+            clear(cache)
 
 
 def _is_traced(content: Any) -> bool:

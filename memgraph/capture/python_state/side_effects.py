@@ -54,8 +54,9 @@ def refuse_side_effects(
 
 
 def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | OuterVariable | None:
-    """Return the first attribute that differs, or else the first variable elsewhere."""
-    return before.changed(after) or next(iter(before.outer.changes(after.outer)), None)
+    """Return the first attribute that differs, or else the first variable elsewhere; hooks may change others."""
+    outer = (one for one in before.outer.changes(after.outer) if not before.outer.ran.is_of_hooks(one))
+    return before.changed(after) or next(outer, None)
 
 
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:

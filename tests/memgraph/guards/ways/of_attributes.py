@@ -1,0 +1,218 @@
+"""Attributes of the module and of its parts."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .of_objects import Mode
+from .way import Called, Settings, Slotted, Then, of, on_module, prepared
+
+
+def attribute(value: Callable[[], Any], read: Then, change: Callable[[Any], Any]) -> Any:
+    return prepared(read, lambda m: setattr(m, "held", value())), on_module(change)
+
+
+@of("attributes")
+def _() -> Any:
+    """an int"""
+    return attribute(lambda: 2, lambda m, x: x * m.held, lambda m: setattr(m, "held", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a float"""
+    return attribute(lambda: 0.5, lambda m, x: x * m.held, lambda m: setattr(m, "held", 0.7))
+
+
+@of("attributes")
+def _() -> Any:
+    """a tensor that is no buffer, replaced"""
+    return attribute(lambda: torch.ones(8), lambda m, x: x * m.held, lambda m: setattr(m, "held", torch.arange(8.0)))
+
+
+@of("attributes")
+def _() -> Any:
+    """an attribute that is deleted"""
+    return attribute(lambda: 2, lambda m, x: x * getattr(m, "held", 5), lambda m: delattr(m, "held"))
+
+
+@of("attributes")
+def _() -> Any:
+    """a dict four deep"""
+    return attribute(
+        lambda: {"a": {"b": {"c": 2}}}, lambda m, x: x * m.held["a"]["b"]["c"],
+        lambda m: m.held["a"]["b"].update(c=3),
+    )  # fmt: skip
+
+
+@of("attributes")
+def _() -> Any:
+    """a list of objects"""
+    return attribute(
+        lambda: [Settings()], lambda m, x: x * m.held[0].scale, lambda m: setattr(m.held[0], "scale", 3)
+    )  # fmt: skip
+
+
+@of("attributes")
+def _() -> Any:
+    """slots"""
+    return attribute(Slotted, lambda m, x: x * m.held.scale, lambda m: setattr(m.held, "scale", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a class attribute of an object"""
+
+    def change() -> Callable[[], None]:
+        Called.scale = 5
+        return lambda: setattr(Called, "scale", 2)
+
+    return prepared(lambda m, x: x * m.held.scale, lambda m: setattr(m, "held", Called())), change
+
+
+@of("attributes")
+def _() -> Any:
+    """a NumPy array"""
+    return attribute(lambda: np.ones(1), lambda m, x: x * float(m.held[0]), lambda m: m.held.fill(3))
+
+
+@of("attributes")
+def _() -> Any:
+    """an enum"""
+    return attribute(lambda: Mode.ONE, lambda m, x: x * m.held.value, lambda m: setattr(m, "held", Mode.TWO))
+
+
+@of("attributes")
+def _() -> Any:
+    """a deque"""
+    return attribute(lambda: collections.deque([1]), lambda m, x: x * sum(m.held), lambda m: m.held.append(2))
+
+
+@of("attributes")
+def _() -> Any:
+    """a mapping that can't be changed through itself"""
+    inside = {"a": 2}
+    return attribute(lambda: types.MappingProxyType(inside), lambda m, x: x * m.held["a"], lambda m: inside.update(a=3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a `ChainMap`"""
+    inside = {"a": 2}
+    return attribute(lambda: collections.ChainMap(inside), lambda m, x: x * m.held["a"], lambda m: inside.update(a=3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a `UserDict`"""
+    return attribute(lambda: collections.UserDict(a=2), lambda m, x: x * m.held["a"], lambda m: m.held.update(a=3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a function that closes over a number"""
+
+    def change(m: Any) -> None:
+        by = 3
+        m.held = lambda x: x * by
+
+    by = 2
+    return attribute(lambda: lambda x: x * by, lambda m, x: m.held(x), change)
+
+
+@of("attributes")
+def _() -> Any:
+    """a bound method of another object"""
+    held = Settings()
+    then = prepared(lambda m, x: x * m.held(), lambda m: setattr(m, "held", held.doubled))
+    return then, lambda: setattr(held, "scale", 3)
+
+
+@of("attributes")
+def _() -> Any:
+    """by a computed name"""
+    return attribute(lambda: 2, lambda m, x: x * getattr(m, "he" + "ld"), lambda m: setattr(m, "held", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """by `__dict__`"""
+    return attribute(lambda: 2, lambda m, x: x * m.__dict__["held"], lambda m: m.__dict__.update(held=3))
+
+
+@of("attributes")
+def _() -> Any:
+    """`training`"""
+    return lambda m, x: x if m.training else x * 3, on_module(lambda m: [m.eval()])
+
+
+@of("attributes")
+def _() -> Any:
+    """a submodule that is replaced"""
+    return lambda m, x: m.linear(x), on_module(lambda m: setattr(m, "linear", nn.Linear(8, 8)))
+
+
+@of("attributes")
+def _() -> Any:
+    """the forward of a submodule, replaced in the object"""
+    then = prepared(lambda m, x: m.held(x), lambda m: setattr(m, "held", nn.Linear(8, 8)))
+    return then, on_module(lambda m: setattr(m.held, "forward", lambda x: x * 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a module that is no submodule, in a list"""
+    held = [nn.Linear(8, 8, bias=False)]
+    then = prepared(lambda m, x: m.held[0](x), lambda m: setattr(m, "held", held))
+    return then, lambda: setattr(held[0], "weight", nn.Parameter(torch.eye(8), requires_grad=False))
+
+
+@of("attributes")
+def _() -> Any:
+    """the weight of a criterion that is no submodule"""
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(8))
+    then = prepared(
+        lambda m, x: x * m.held[0](x, torch.arange(4)), lambda m: setattr(m, "held", [criterion])
+    )  # fmt: skip
+    return then, lambda: setattr(criterion, "weight", torch.arange(1.0, 9.0))
+
+
+@of("attributes")
+def _() -> Any:
+    """a buffer that is replaced"""
+    then = prepared(lambda m, x: x * m.held, lambda m: m.register_buffer("held", torch.ones(8)))
+    return then, on_module(lambda m: setattr(m, "held", torch.arange(8.0)))
+
+
+@of("attributes")
+def _() -> Any:
+    """`requires_grad` of a parameter"""
+    return lambda m, x: x, on_module(lambda m: [m.linear.weight.requires_grad_(False)])
+
+
+@of("attributes")
+def _() -> Any:
+    """the rate of a dropout, in evaluation"""
+    then = prepared(
+        lambda m, x: F.dropout(x, m.held.p, False) * m.held.p, lambda m: setattr(m, "held", nn.Dropout(0.5))
+    )
+    return then, on_module(lambda m: setattr(m.held, "p", 0.25))
+
+
+@of("attributes")
+def _() -> Any:
+    """an optimizer's learning rate"""
+
+    def prepare(m: Any) -> None:
+        m.held = torch.optim.SGD(m.parameters(), lr=0.5)
+
+    then = prepared(lambda m, x: x * m.held.param_groups[0]["lr"], prepare)
+    return then, on_module(lambda m: m.held.param_groups[0].update(lr=0.25))

@@ -1,0 +1,242 @@
+"""Objects that a global names, and what forward reads of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .way import Called, Settings, Slotted, changing, of, setting
+
+SETTINGS, ARGS, SPACE = Settings(), argparse.Namespace(scale=2), types.SimpleNamespace(a=types.SimpleNamespace(b=2))
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * SETTINGS.scale, lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute that a method reads"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * SETTINGS.doubled(), lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute that a property reads"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * SETTINGS.tripled, lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute of the command line's arguments"""
+    ARGS.scale = 2
+    return lambda m, x: x * ARGS.scale, lambda: setattr(ARGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute of an attribute"""
+    SPACE.a.b = 2
+    return lambda m, x: x * SPACE.a.b, lambda: setattr(SPACE.a, "b", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute that was not there, read by `getattr`"""
+    vars(SETTINGS).pop("other", None)
+    return lambda m, x: x * getattr(SETTINGS, "other", 1), lambda: setattr(SETTINGS, "other", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute by a computed name"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * getattr(SETTINGS, "sc" + "ale" * len(x.shape[:1])), lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute by `vars`"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * vars(SETTINGS)["scale"], lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute by `operator.attrgetter`"""
+    SETTINGS.scale = 2
+    get = operator.attrgetter("scale")
+    return lambda m, x: x * get(SETTINGS), lambda: setattr(SETTINGS, "scale", 3)
+
+
+SLOTTED = Slotted()
+
+
+@of("objects")
+def _() -> Any:
+    """a slot"""
+    SLOTTED.scale = 2
+    return lambda m, x: x * SLOTTED.scale, lambda: setattr(SLOTTED, "scale", 3)
+
+
+@dataclasses.dataclass
+class Options:
+    scale: int = 2
+    items: list[int] = dataclasses.field(default_factory=lambda: [1])
+
+
+OPTIONS = Options()
+
+
+@of("objects")
+def _() -> Any:
+    """a field of a dataclass"""
+    OPTIONS.scale = 2
+    return lambda m, x: x * OPTIONS.scale, lambda: setattr(OPTIONS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """a list in a field of a dataclass"""
+    OPTIONS.items = [1]
+    return lambda m, x: x * sum(OPTIONS.items), lambda: OPTIONS.items.append(5)
+
+
+@of("objects")
+def _() -> Any:
+    """a default of a dataclass that forward makes"""
+
+    def change() -> Callable[[], None]:
+        before = Options.__init__.__defaults__
+        Options.__init__.__defaults__ = (5, *(before or ())[1:])
+        return lambda: setattr(Options.__init__, "__defaults__", before)
+
+    return lambda m, x: x * Options().scale, change
+
+
+class Mode(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+MODE = Mode.ONE
+
+
+@of("objects")
+def _() -> Any:
+    """a member of an enum"""
+    return lambda m, x: x * MODE.value, changing("MODE", Mode.TWO)
+
+
+class Point(NamedTuple):
+    a: int
+    b: int
+
+
+POINT = Point(1, 2)
+
+
+@of("objects")
+def _() -> Any:
+    """a named tuple"""
+    return lambda m, x: x * POINT.b, changing("POINT", Point(1, 3))
+
+
+CALLED = Called()
+
+
+@of("objects")
+def _() -> Any:
+    """an object that is called"""
+    CALLED.scale = 2
+    return lambda m, x: CALLED(x), lambda: setattr(CALLED, "scale", 3)
+
+
+class Indexed:
+    def __init__(self) -> None:
+        self.values = {"a": 2}
+
+    def __getitem__(self, name: str) -> int:
+        return self.values[name]
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("__") or "values" not in vars(self):
+            raise AttributeError(name)
+        return self.values[name]
+
+
+INDEXED = Indexed()
+
+
+@of("objects")
+def _() -> Any:
+    """an object's `__getitem__`"""
+    INDEXED.values["a"] = 2
+    return lambda m, x: x * INDEXED["a"], lambda: INDEXED.values.update(a=3)
+
+
+@of("objects")
+def _() -> Any:
+    """an object's `__getattr__`"""
+    INDEXED.values["a"] = 2
+    return lambda m, x: x * INDEXED.a, lambda: INDEXED.values.update(a=3)
+
+
+class Own(dict[str, int]):
+    pass
+
+
+OWN = Own(a=2)
+
+
+@of("objects")
+def _() -> Any:
+    """a dict of a class of its own"""
+    OWN["a"] = 2
+    return lambda m, x: x * OWN["a"], lambda: OWN.update(a=3)
+
+
+class Deep:
+    def __init__(self) -> None:
+        self.inner = types.SimpleNamespace(more=types.SimpleNamespace(scale=2))
+
+
+DEEP = Deep()
+
+
+@of("objects")
+def _() -> Any:
+    """an object three deep, handed to a function"""
+    DEEP.inner.more.scale = 2
+
+    def scale_of(deep: Any) -> int:
+        return int(deep.inner.more.scale)
+
+    return lambda m, x: x * scale_of(DEEP), lambda: setattr(DEEP.inner.more, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """a method that is replaced in its class"""
+    return lambda m, x: x * SETTINGS.doubled(), setting(Settings, "doubled", lambda self: 7)
+
+
+@of("objects")
+def _() -> Any:
+    """a method that is replaced in the object"""
+
+    def change() -> Any:
+        vars(SETTINGS)["doubled"] = lambda: 9
+        return lambda: [vars(SETTINGS).pop("doubled")]
+
+    return lambda m, x: x * SETTINGS.doubled(), change

@@ -1,0 +1,125 @@
+"""State of the process, and state that forward changes itself."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .way import Settings, of, prepared
+
+SETTINGS = Settings()
+TABLE = {"a": 2}
+CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=2)
+LOCAL = threading.local()
+WEAK: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@of("process")
+def _() -> Any:
+    """`os.environ[...]`"""
+    os.environ["A_WAY"] = "2"
+    return lambda m, x: x * int(os.environ["A_WAY"]), lambda: os.environ.update(A_WAY="3")
+
+
+@of("process")
+def _() -> Any:
+    """`os.environ.get`"""
+    os.environ.pop("A_WAY", None)
+    return lambda m, x: x * int(os.environ.get("A_WAY", "1")), lambda: os.environ.update(A_WAY="3")
+
+
+@of("process")
+def _() -> Any:
+    """`os.getenv`"""
+    os.environ["A_WAY"] = "2"
+    return lambda m, x: x * int(os.getenv("A_WAY", "1")), lambda: os.environ.update(A_WAY="3")
+
+
+@of("process")
+def _() -> Any:
+    """a `ContextVar`"""
+    CONTEXT.set(2)
+    return lambda m, x: x * CONTEXT.get(), lambda: [CONTEXT.set(3)]
+
+
+@of("process")
+def _() -> Any:
+    """a `threading.local`"""
+    LOCAL.by = 2
+    return lambda m, x: x * LOCAL.by, lambda: setattr(LOCAL, "by", 3)
+
+
+@of("process")
+def _() -> Any:
+    """a `WeakKeyDictionary`"""
+    WEAK[SETTINGS] = 2
+    return lambda m, x: x * WEAK[SETTINGS], lambda: WEAK.update({SETTINGS: 3})
+
+
+@of("process")
+def _() -> Any:
+    """a random number of `random`"""
+    random.seed(0)
+    return lambda m, x: x * 1.0 if random.random() < 2 else x, lambda: random.seed(1)
+
+
+@of("process")
+def _() -> Any:
+    """the clock"""
+    begin = time.time()
+    return lambda m, x: x * (1.0 if time.time() >= begin else 2.0), lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """an iterator"""
+    held = itertools.count(1)
+    return lambda m, x: x * next(held), lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """an iterator in an attribute"""
+    return prepared(lambda m, x: x * next(m.held), lambda m: setattr(m, "held", itertools.count(1))), lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """a counter in an attribute that forward reads"""
+
+    def then(m: Any, x: Tensor) -> Tensor:
+        m.held += 1
+        return x * m.held
+
+    return prepared(then, lambda m: setattr(m, "held", 0)), lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """a counter in a global that forward reads"""
+
+    def then(m: Any, x: Tensor) -> Tensor:
+        TABLE["a"] += 1
+        return x * TABLE["a"]
+
+    return then, lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """a tensor that forward keeps for its next call"""
+
+    def then(m: Any, x: Tensor) -> Tensor:
+        before, m.held = m.held, x.detach()
+        return x + before
+
+    return prepared(then, lambda m: setattr(m, "held", torch.zeros(4, 8))), lambda: None
