@@ -242,7 +242,7 @@ def refuse_transforms() -> None:
         if type(mode) is not DeviceContext:
             raise MemgraphError(
                 f"{type(mode).__name__} is a TorchFunctionMode and changes the functions of torch, but a captured step "
-                "calls none of them: let forward enter it"
+                "does not call these: let forward enter it"
             )
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise MemgraphError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -93,7 +93,10 @@ class VariableWalk(PlainWalk):
                 for defaults in (function.__defaults__, function.__kwdefaults__):
                     self.numbers.clear()
                     self.describe(defaults, DEPTH)
-        self._mappings = [(inside.get, tuple(names), inside) for inside, names in self._names.values()]
+        # A tuple for one name, too.
+        named = [(inside, tuple(names)) for inside, names in self._names.values()]
+        self._mappings = [(inside, itemgetter(*names, names[0])) for inside, names in named if names]
+        self._sized = [inside for inside, _ in named]
         self._check(self._identities)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
@@ -143,14 +146,10 @@ class VariableWalk(PlainWalk):
     def _identities(self) -> object:
         """Return the identities of all variables, in one function, since every call of the module comes by."""
         cells = [id(cell.cell_contents) for cell in self._cells]
-        functions = [tuple(map(id, found)) for found in map(CODE, self._functions)]
+        functions = [*map(id, chain.from_iterable(map(CODE, self._functions)))]
         classes = [id(kind.__mro__) for kind in self._classes]
-        return (
-            cells,
-            functions,
-            classes,
-            [(len(inside), *map(id, map(get, names))) for get, names, inside in self._mappings],
-        )
+        found = [[*map(id, get(inside))] for inside, get in self._mappings]
+        return cells, functions, classes, [*map(len, self._sized)], found
 
 
 def _is_small(thing: Any) -> bool:
