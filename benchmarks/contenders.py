@@ -50,9 +50,9 @@ class Way:
             return model
         compiled = torch.compile(model, dynamic=False)
 
-        def called(*args: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
             with torch._functorch.config.patch(activation_memory_budget=self.share):
-                return compiled(*args)
+                return compiled(*args, **kwargs)
 
         return called
 
