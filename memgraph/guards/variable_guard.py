@@ -130,9 +130,9 @@ class VariableWalk(PlainWalk):
         else:
             inside = owner if isinstance(owner, dict) else vars(owner)
             self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(names))
-        if isinstance(owner, type) and owner not in self._classes:
-            self._classes.append(owner)
+        if isinstance(owner, type):
             self.tokens += map(IdentityKey, owner.__mro__)
+            self._classes += [] if owner in self._classes else [owner]
         for name in names:
             self.numbers.clear()  # so that no variable's description depends on others
             begin = len(self.tokens)
