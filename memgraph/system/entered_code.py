@@ -103,7 +103,7 @@ def _tell(frame: FrameType) -> None:
 
 if sys.version_info >= (3, 12):
     MONITORING = sys.monitoring
-    _begun: list[int] = []  # the tool, for each block that is running
+    _open: list[int] = []  # the tool, for each block that is running
 
     def _start(code: CodeType, offset: int) -> Any:
         if not _is_watched(code, (frame := sys._getframe(1)).f_globals):
@@ -124,13 +124,13 @@ if sys.version_info >= (3, 12):
             MONITORING.use_tool_id(free[0], TOOL)
             MONITORING.register_callback(free[0], MONITORING.events.PY_START, _start)
             MONITORING.set_events(free[0], MONITORING.events.PY_START)
-        _begun.append(free[0])
+        _open.append(free[0])
         MONITORING.restart_events()
         return free[0]
 
     def _end(tool: int) -> None:
-        _begun.pop()
-        if not _begun:
+        _open.pop()
+        if not _open:
             MONITORING.set_events(tool, MONITORING.events.NO_EVENTS)
             MONITORING.free_tool_id(tool)
 

@@ -1,4 +1,4 @@
-"""What ran names variables and functions, and a capture that names more costs no other capture."""
+"""Code that ran names variables and functions, and a capture that names more costs no other capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is entered in a block is told of before its first line, and other tools see what they saw before."""
+"""A watch tells of code before its first line runs, and other tools see what they saw before."""
 
 from __future__ import annotations
 
