@@ -238,12 +238,6 @@ def refuse_transforms() -> None:
         MemgraphError: torch.jit.trace, torch.export, a transform of torch.func (vmap, grad, vjp, ...) is running, or
             a TorchFunctionMode of the caller's.
     """
-    for mode in _get_current_function_mode_stack():
-        if type(mode) is not DeviceContext:
-            raise MemgraphError(
-                f"{type(mode).__name__} is a TorchFunctionMode and changes the functions of torch, but a captured step "
-                "does not call these: let forward enter it"
-            )
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise MemgraphError(
             "torch.jit.trace and torch.export can't follow a compiled module, which runs a graph of its own: give them "
@@ -254,6 +248,12 @@ def refuse_transforms() -> None:
             "torch.func (vmap, grad, vjp, jvp, ...) can't transform a compiled module, which runs a step as it was "
             "captured: transform the plain module, or compile a module whose forward calls torch.func"
         )
+    for mode in _get_current_function_mode_stack():
+        if type(mode) is not DeviceContext:
+            raise MemgraphError(
+                f"{type(mode).__name__} is a TorchFunctionMode and changes the functions of torch, but a captured step "
+                "does not call these: let forward enter it"
+            )
 
 
 def refuse_duals(tensors: Iterable[Tensor]) -> None:

@@ -65,7 +65,8 @@ class CodeReads:
 def code_reads(code: CodeType) -> CodeReads:
     """Return what a code object refers to."""
     steps = list(dis.get_instructions(code))
-    texts = (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+    patterns = (each for constant in code.co_consts if isinstance(constant, tuple) for each in constant)
+    texts = (each for each in (*code.co_consts, *patterns) if isinstance(each, str) and each.isidentifier())
     names = frozenset((*code.co_names, *texts))
     imports = [*_imports(steps)]
     if names & BY_TEXT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import os
 import random
 import sys
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from .cleared_caches import FunctionCache, cleared
 from .hashed_tuple import HashedTuple
 
-MAX_DEPTH = 5  # below a module; objects further down are compared by identity
+MAX_DEPTH = 8  # below a module; objects further down are compared by identity
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
 CONSTANTS = (
     bool, int, float, complex, str, bytes, range, types.NoneType, types.EllipsisType,
@@ -48,6 +49,7 @@ STATES: Mapping[type, Callable[[Any], Any]] = {
     weakref.WeakValueDictionary: dict,
     types.MappingProxyType: dict,
     FunctionCache: cleared,
+    logging.Logger: lambda logger: max(logger.getEffectiveLevel(), logger.manager.disable + 1),
 }
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("_parameters", "_buffers")
@@ -93,6 +95,8 @@ class AttributeWalk:
     `ignored` are attributes, by the id of their module and name, that are not described.
     `owned` are the ids of modules whose parameters and buffers the key of a call has; None for all.
     """
+
+    max_depth = MAX_DEPTH
 
     def __init__(
         self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset(),
@@ -168,7 +172,7 @@ class AttributeWalk:
             self.tokens.append(IdentityKey(thing))
             for each in (thing.func, thing.args, thing.keywords):
                 self.describe(each, depth + 1)
-        elif depth >= MAX_DEPTH or isinstance(thing, OPAQUE) or _is_from_torch(thing):
+        elif depth >= self.max_depth or isinstance(thing, OPAQUE) or _is_from_torch(thing):
             self.tokens.append(IdentityKey(thing))
         else:
             self._describe_object(thing, depth)
@@ -279,7 +283,9 @@ class AttributeWalk:
 
 
 def _identities(state: Any) -> object:
-    return [*map(id, state), *map(id, state.values())] if isinstance(state, dict) else id(state)
+    if isinstance(state, dict):
+        return [*map(id, state), *map(id, state.values())]
+    return state if isinstance(state, int) else id(state)
 
 
 def _item_key(thing: Any) -> Hashable:

@@ -7,6 +7,7 @@ Numbers, texts, containers and objects in them count by value, anything else by 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
@@ -37,6 +38,7 @@ class VariableGuard:
         self.changed: tuple[str, ...] = ()
         self._reads: list[Reads] = []
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
+        self._whole = set[int]()  # objects all of whose attributes count
         self._functions = set[int]()
         self._ignored: dict[Place, Scope] = {}  # which keep what the ids stand for
         self._walk = VariableWalk((), {})
@@ -45,7 +47,11 @@ class VariableGuard:
         """Add what another capture rests on, and return the tokens of what is new, which come last from now on."""
         functions = tuple(each for each in reads.functions if id(each) not in self._functions)
         scopes = [scope.without(self._known.get(id(scope.owner), set())) for scope in reads.scopes]
-        new = Reads(tuple(scope for scope in scopes if scope.names), functions)
+        whole = {
+            id(scope.owner): scope for scope in scopes if scope.names is None and id(scope.owner) not in self._whole
+        }
+        self._whole |= whole.keys()
+        new = Reads((*(scope for scope in scopes if scope.names), *whole.values()), functions)
         if not new.scopes and not functions:
             return ()
         changed = (one for one in reads.changed if one.name not in self._known.get(id(one.scope.owner), ()))
@@ -77,6 +83,8 @@ class VariableGuard:
 class VariableWalk(PlainWalk):
     """The tokens of what captures read, but of the variables at `ignored` places."""
 
+    max_depth = 16
+
     def __init__(self, reads: Sequence[Reads], ignored: Mapping[Place, object]) -> None:
         super().__init__(owned=frozenset())
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
@@ -106,14 +114,22 @@ class VariableWalk(PlainWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         kind = type(thing)
+        if kind is weakref.ReferenceType:
+            self._alive.append(thing)
+            self.tokens.append(IdentityKey(thing))
+            self._check(lambda: id(thing()))
+            self.describe(thing(), depth + 1)
+            return
         is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
         if kind in STATES or is_object:
             AttributeWalk._describe_new(self, thing, depth)
         else:
             super()._describe_new(thing, depth)
             if is_open(kind):
-                self.tokens.append(IdentityKey(kind))
-                self._check(lambda: type(thing))
+                inside = getattr(thing, "__dict__", None)
+                self.tokens += [IdentityKey(kind), inside if inside is None else IdentityKey(inside)]
+                self._keep([inside])
+                self._check(lambda: (type(thing), id(getattr(thing, "__dict__", None))))
 
     def _is_inside(self, thing: Any, depth: int) -> bool:
         """Return True for an object in a container, or a container of its own class; any other has its own scope."""
@@ -156,9 +172,16 @@ def _is_small(thing: Any) -> bool:
     return not isinstance(thing, dict | list | tuple | set | frozenset | deque) or len(thing) <= LARGE
 
 
+def _is_registry(value: Any) -> bool:
+    """Return True for a container of plain values, functions and classes."""
+    if not isinstance(value, dict | list | tuple) or not 0 < len(value) <= LARGE:
+        return False
+    return all(isinstance(each, (*CONSTANTS, *TOLD)) for each in (value.values() if isinstance(value, dict) else value))
+
+
 def _counts(name: str, value: Any, scope: Scope) -> bool:
     """Return True for what may change: in installed packages plain values alone, and what someone may replace."""
     if scope.is_installed:
-        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, (Tensor, *TOLD))
-    is_pythons = name.startswith("__") and name.endswith("__") and not isinstance(value, FunctionType)
+        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, (Tensor, *TOLD)) or _is_registry(value)
+    is_pythons = str(name).startswith("__") and str(name).endswith("__") and not isinstance(value, FunctionType)
     return not is_pythons and not isinstance(value, ModuleType)

@@ -35,8 +35,8 @@ class Scope:
     is_installed: bool = False
 
     def without(self, names: Set[str]) -> Scope:
-        """Return the place without the variables of these names."""
-        return replace(self, names=self.content().keys() - names if self.names is None else self.names - names)
+        """Return the place without the variables of these names; one of all variables stays as it is."""
+        return self if self.names is None else replace(self, names=self.names - names)
 
     def values(self) -> dict[str, Any]:
         """Return its variables, but functions, classes and modules."""
@@ -118,5 +118,7 @@ def cell_contents(cell: CellType) -> tuple[Any, ...]:
 def _is_closed(name: str, value: Any) -> bool:
     """Return True for code, and for what Python keeps in classes and files."""
     return (
-        (name.startswith("__") and name.endswith("__")) or isinstance(value, CLOSED) or hasattr(type(value), "__get__")
+        (str(name).startswith("__") and str(name).endswith("__"))
+        or isinstance(value, CLOSED)
+        or hasattr(type(value), "__get__")
     )

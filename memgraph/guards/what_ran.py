@@ -11,7 +11,9 @@ are named.  What is entered is noted before its first line, so that what it chan
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import logging
 import operator
 import os
 import sys
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from ..system.entered_code import PACKAGES, is_watched
 from ..system.frames import MEMGRAPH
 from ..system.garbage import all_objects
+from .cleared_caches import FunctionCache
 from .code_reads import CodeReads, code_reads, mentions_any
 from .module_attributes import CONSTANTS
 from .variable_scope import OuterVariable, Scope, cell_contents, mentions
@@ -38,8 +41,10 @@ from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 CLOSED = (type, ModuleType, nn.Module)
 WRAPPERS = (
     FunctionType, MethodType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
-    functools.cached_property, type(functools.lru_cache(print)),
+    functools.cached_property, FunctionCache,
 )  # fmt: skip
+FOUND_BY = {"getenv": (os, "environ"), "getLogger": (logging, "root")}  # what functions of Python's library return
+METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 AROUND = ("__func__", "__wrapped__", "func", "fget", "fset")  # attributes in which these have a function
 NAMESPACES = (SimpleNamespace, Namespace)
@@ -102,13 +107,16 @@ class WhatRan:
         self._names = set(ENTRIES)
         self._takes_any = False
         self._whole: dict[int, Whole] = {}
+        self._taken = set[int]()  # objects whose attributes code takes by names that it computes
         self._optimizers: list[torch.optim.Optimizer] = []
         self._held: dict[int, Any] = {}
         self._made: dict[CodeType, list[FunctionType]] = {}
         for _, part in self.parts:
             self._enter_class(type(part))
+            self._enter_layer(type(part))
             for value in vars(part).values():
                 self._hold(value)
+            self._enter_hooks(part)
 
     def enter(self, frame: FrameType) -> tuple[list[Scope], list[FunctionType]]:
         """Note that a function is entered; return the variables and functions that were not known before."""
@@ -126,6 +134,13 @@ class WhatRan:
 
     def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
         """Return the places and functions on which the graph rests that was traced meanwhile."""
+        self._held.clear()
+        for whole in list(self._whole.values()):  # objects may have been made
+            self._name_attributes(whole)
+        for scope in list(self.scopes):
+            for value in scope.content().values():
+                if isinstance(value, FunctionCache):
+                    self._hold(value)
         return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed))
 
     def has(self, variable: OuterVariable) -> bool:
@@ -140,6 +155,8 @@ class WhatRan:
 
     def is_of_hooks(self, variable: OuterVariable) -> bool:
         """Return True if forward hooks alone name a variable: they run when a step is captured, and in no later run."""
+        if isinstance(variable.name, int):  # what a hook holds
+            return True
         hooks = {code for _, part in self.parts for hook in _hooks(part) for code in _codes(hook)}
         named = [(code, *entered.around) for code, entered in self.codes.items() if mentions_any(code, variable.name)]
         return bool(hooks and named) and all(not hooks.isdisjoint(codes) for codes in named)
@@ -192,12 +209,34 @@ class WhatRan:
             self._enter_class(first if isinstance(first, type) else type(first))
         self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
 
+    def _enter_layer(self, kind: type[nn.Module]) -> None:
+        """Let the methods of a torch layer count, which are not told of, and the functions that its forward names."""
+        if id(kind.forward) in self._seen or is_open(kind):
+            return
+        self._seen.add(id(kind.forward))
+        for base in kind.__mro__[:-1]:
+            self._add(f"{base.__qualname__}.{{}}", True, base, METHODS)
+        forward: Any = inspect.unwrap(kind.forward)
+        if isinstance(forward, FunctionType):
+            for path in code_reads(forward.__code__).paths:
+                self._follow(forward.__module__, True, forward.__globals__, path)
+
+    def _enter_hooks(self, part: nn.Module) -> None:
+        """Let objects count that are hooks, and what partials hold."""
+        by_number: Any = part._forward_pre_hooks, part._forward_hooks
+        for hooks in by_number:
+            self._add(f"a hook of {type(part).__name__} ({{}})", False, hooks, hooks)
+            for hook in hooks.values():
+                self._enter_object(f"a hook of {type(part).__name__}", hook, 0)
+
     def _mention(self, names: set[str], takes_any: bool = False) -> None:
         """Let attributes with these names count, or all."""
         new = names - self._names
         self._names |= new
-        if "getenv" in self._names:
-            self._add("os.{}", True, vars(os), ("environ",))
+        self._add("Tensor.{}", True, Tensor, {name for name in new if hasattr(Tensor, name)})
+        for name in new & FOUND_BY.keys():
+            module, variable = FOUND_BY[name]
+            self._add(f"{module.__name__}.{{}}", True, vars(module), (variable,))
         for optimizer in self._optimizers if GROUPS in self._names else ():
             self._add(f"{type(optimizer).__name__}.{{}}", False, vars(optimizer), (GROUPS,))
         takes_any, self._takes_any = takes_any and not self._takes_any, self._takes_any or takes_any
@@ -253,6 +292,10 @@ class WhatRan:
         if isinstance(value, operator.attrgetter | operator.methodcaller):
             names: Any = value.__reduce__()[1]
             self._mention({part for text in names for part in str(text).split(".")})
+        if isinstance(value, FunctionCache):
+            for kept in gc.get_referents(value):
+                for result in kept.values() if type(kept) is dict else (kept,):
+                    self._enter_object(f"a result of {getattr(value, '__qualname__', 'a cache')}", result, 0)
         if isinstance(value, torch.optim.Optimizer):
             self._optimizers.append(value)
             self._mention(set())
@@ -272,7 +315,7 @@ class WhatRan:
         meta: Any = type(kind)
         for base in (*kind.__mro__, *meta.__mro__):
             if id(base) not in self._whole and (base in NAMESPACES or is_open(base)):
-                self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), DEPTH)
+                self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), 0)
                 self._name_attributes(whole)
                 for value in vars(base).values():
                     if isinstance(value, WRAPPERS):
@@ -294,12 +337,20 @@ class WhatRan:
     def _name_attributes(self, whole: Whole) -> None:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
         names = set(content) if self._takes_any else self._names & content.keys()
+        if self._takes_any and not whole.is_installed and isinstance(whole.owner, dict):
+            self._add_whole(whole)
         absent = set[str]() if whole.is_installed else self._names
         self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)
-        if whole.owner is content:
+        if whole.owner is content or not whole.is_installed:
             for name in names & content.keys():
-                self._hold(content[name], whole.depth)
+                self._hold(content[name], min(whole.depth, 1))
                 self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1, whole.is_installed)
+
+    def _add_whole(self, whole: Whole) -> None:
+        """Let all attributes of an object count, those that it may get included."""
+        if id(whole.owner) not in self._taken:
+            self._taken.add(id(whole.owner))
+            self.scopes.append(Scope(f"{whole.title}.{{}}", whole.owner, None, False))
 
     def _enter_function(self, function: FunctionType) -> None:
         self._seen.add(id(function))
@@ -311,6 +362,9 @@ class WhatRan:
             for value in cell_contents(cell):
                 self._hold(value)
                 self._enter_object(label, value, 0)
+                if isinstance(value, ModuleType):
+                    names = code_reads(function.__code__).names & vars(value).keys()
+                    self._add(f"{value.__name__}.{{}}", is_installed(value), vars(value), names)
         if defaults := _defaults(function):
             self.defaults.append(Scope(f"the default of {{}} in {title}", defaults, set(defaults)))
         if function.__dict__:

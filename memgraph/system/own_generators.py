@@ -39,6 +39,12 @@ def own_generators(module: nn.Module) -> dict[str, Any]:
     return names
 
 
+def is_own(thing: Any) -> bool:
+    """Return True for a generator of `random` or numpy that is not the one of their functions."""
+    shared = (getattr(random, "_inst", None), getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None))
+    return isinstance(thing, _kinds()) and not any(thing is each for each in shared)
+
+
 class OwnStates:
     """The states of some generators."""
 

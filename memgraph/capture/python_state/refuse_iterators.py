@@ -25,6 +25,7 @@ from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.module_attributes import CONSTANTS, STATE, slots
 from ...guards.variable_scope import Scope
+from ...system.own_generators import OwnStates, is_own, own_generators
 
 CLOSED = (*CONSTANTS, Tensor, nn.Module, type, ModuleType)
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # `iterator.__next__`, `generator.send`, `file.readline`
@@ -48,11 +49,20 @@ def _is_from_torch(thing: object) -> bool:
 def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
     """Raise if a block takes something from such an object of a module, or of what its code refers to."""
     watch, outer = _Watch(), _Watch(enters_objects=False)  # each of those has a scope of its own
+    own = {id(generator) for _, part in before.modules[:1] for generator in own_generators(part).values()}
+    drawn: dict[str, Any] = {}
+
+    def note(scopes: Sequence[Scope], functions: Sequence[FunctionType], frame: FrameType) -> None:
+        found = {one.title.format(name): value for one in scopes for name, value in one.values().items()}
+        found = {label: value for label, value in found.items() if is_own(value) and id(value) not in own}
+        drawn.update({label: OwnStates({label: value}) for label, value in found.items() if label not in drawn})
+        _replace(watch, outer, scopes, functions, frame)
+
     try:
         for (path, part), attributes in zip(before.modules, before.attributes, strict=True):
             names = [name for name in attributes if name not in (*STATE, "_modules")]
             watch.replace_items(f"{path}.{{}}".lstrip("."), vars(part), {name: attributes[name] for name in names})
-        with before.outer.watching(partial(_replace, watch, outer)):
+        with before.outer.watching(note):
             _replace(watch, outer, before.outer.ran.scopes, before.outer.ran.functions)
             yield
     finally:
@@ -60,6 +70,13 @@ def refuse_iterators(before: AttributeSnapshot) -> Iterator[None]:
         watch.restore()
     if errors := watch.errors or outer.errors:
         raise errors[0]  # forward has caught it
+    for label, states in drawn.items():
+        if states.changed() is not None:
+            states.restore()
+            raise CaptureError(
+                f"forward draws numbers from {label}, but a captured step runs no Python: each would get what the "
+                "first has drawn. Draw them outside of the module, and give them as an argument, or use torch's"
+            )
 
 
 def _replace(

@@ -5,10 +5,20 @@ python -m tests.memgraph.guards.ways.table    ->   the table of docs/python-stat
 
 from __future__ import annotations
 
-from . import of_attributes, of_classes, of_functions, of_globals, of_imports, of_objects, of_process, of_torch
+from . import (
+    of_attributes,
+    of_classes,
+    of_functions,
+    of_globals,
+    of_imports,
+    of_libraries,
+    of_objects,
+    of_process,
+    of_torch,
+)  # fmt: skip
 from .way import WAYS, outcome
 
-FILES = of_globals, of_objects, of_functions, of_imports, of_attributes, of_classes, of_process, of_torch
+FILES = of_globals, of_objects, of_functions, of_imports, of_attributes, of_classes, of_process, of_torch, of_libraries
 HEAD = "| read in | what changes | outcome |\n|---|---|---|\n"
 
 
