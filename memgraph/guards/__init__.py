@@ -10,6 +10,8 @@ attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes, for captures of other calls
 what_ran              the functions that ran, and the variables outside of attributes that they refer to
 code_reads            the names in one code object
+found_functions       the function that code belongs to
+packages              whose code a class or a file is
 outer_snapshot        their values before they run, and later
 variable_guard        a walk over these, at one moment and later
 variable_scope        one place that holds variables, and the lines that name one

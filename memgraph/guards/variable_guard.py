@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from .module_attributes import CONSTANTS, STATES, AttributeWalk, IdentityKey
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
+from .packages import is_open
 from .variable_scope import OuterVariable, Scope
-from .what_ran import Reads, is_open
+from .what_ran import Reads
 
 Place = tuple[int, str]  # that of an `OuterVariable`
 CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")

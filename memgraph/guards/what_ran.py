@@ -16,13 +16,10 @@ import inspect
 import logging
 import operator
 import os
-import sys
-import weakref
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from traceback import walk_stack
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,30 +27,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..system.entered_code import PACKAGES, is_watched
 from ..system.frames import MEMGRAPH
-from ..system.garbage import all_objects
 from .cleared_caches import FunctionCache
 from .code_reads import CodeReads, code_reads, mentions_any
+from .found_functions import AROUND, MISSING, WRAPPERS, by_name, closes_over, codes, defaults_of, functions_with
 from .module_attributes import CONSTANTS
+from .packages import is_installed, is_library, is_open, module_of
 from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 
 CLOSED = (type, ModuleType, nn.Module)
-WRAPPERS = (
-    FunctionType, MethodType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
-    functools.cached_property, FunctionCache,
-)  # fmt: skip
 FOUND_BY = {"getenv": (os, "environ"), "getLogger": (logging, "root")}  # what functions of Python's library return
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
-AROUND = ("__func__", "__wrapped__", "func", "fget", "fset")  # attributes in which these have a function
 NAMESPACES = (SimpleNamespace, Namespace)
 INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")  # which no function of its own was made for
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
-MISSING = object()
-_kept_defaults = weakref.WeakKeyDictionary[FunctionType, dict[str, Any]]()
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +147,7 @@ class WhatRan:
         """Return True if forward hooks alone name a variable: they run when a step is captured, and in no later run."""
         if isinstance(variable.name, int):  # what a hook holds
             return True
-        hooks = {code for _, part in self.parts for hook in _hooks(part) for code in _codes(hook)}
+        hooks = {code for _, part in self.parts for hook in _hooks(part) for code in codes(hook)}
         named = [(code, *entered.around) for code, entered in self.codes.items() if mentions_any(code, variable.name)]
         return bool(hooks and named) and all(not hooks.isdisjoint(codes) for codes in named)
 
@@ -179,16 +169,16 @@ class WhatRan:
         code = frame.f_code
         if code.co_name in INNER:
             return ()
-        if not code.co_freevars and (found := _by_name(code, frame.f_globals)) is not None:
+        if not code.co_freevars and (found := by_name(code, frame.f_globals)) is not None:
             return (found,)
         if not code.co_freevars and not code.co_argcount + code.co_kwonlyargcount:
             return ()
         candidates = self._made.get(code, [])
         if not candidates and not any(code in each.co_consts for each in self.codes):  # what ran may have made it
-            candidates = self._made[code] = _functions_with(code)
+            candidates = self._made[code] = functions_with(code)
         if len(candidates) > 1 and code.co_freevars:
             values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
-            candidates = [each for each in candidates if _closes_over(each, values)] or candidates
+            candidates = [each for each in candidates if closes_over(each, values)] or candidates
         return candidates
 
     def _enter_code(self, reads: CodeReads, frame: FrameType) -> None:
@@ -282,7 +272,7 @@ class WhatRan:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
             self._made.setdefault(value.__code__, []).append(value)
-            is_theirs = _is_library(_module_of(value)) and not value.__code__.co_filename.startswith(MEMGRAPH)
+            is_theirs = is_library(module_of(value)) and not value.__code__.co_filename.startswith(MEMGRAPH)
             if value.__closure__ and is_theirs and id(value) not in self._seen:
                 self._enter_function(value)  # nothing tells when it is entered
             inside = [content for cell in value.__closure__ or () for content in cell_contents(cell)]
@@ -355,7 +345,7 @@ class WhatRan:
     def _enter_function(self, function: FunctionType) -> None:
         self._seen.add(id(function))
         self.functions.append(function)
-        title, installed = function.__qualname__, is_installed(function) and not _is_library(_module_of(function))
+        title, installed = function.__qualname__, is_installed(function) and not is_library(module_of(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             label = f"the variable {name} that {title} closes over"
             self._add(label, installed, cell, (name,))
@@ -365,7 +355,7 @@ class WhatRan:
                 if isinstance(value, ModuleType):
                     names = code_reads(function.__code__).names & vars(value).keys()
                     self._add(f"{value.__name__}.{{}}", is_installed(value), vars(value), names)
-        if defaults := _defaults(function):
+        if defaults := defaults_of(function):
             self.defaults.append(Scope(f"the default of {{}} in {title}", defaults, set(defaults)))
         if function.__dict__:
             self._add(f"{title}.{{}}", installed, vars(function), set(vars(function)))
@@ -380,86 +370,9 @@ class WhatRan:
             self.scopes.append(Scope(title, owner, new, installed))
 
 
-def is_open(kind: type) -> bool:
-    """Return True for a class whose attributes may count: one of the user's, or of an installed package."""
-    return not _is_library(_module_of(kind))
-
-
-def is_installed(thing: Any) -> bool:
-    """Return True for what belongs to torch, to Python's library or to what a package manager has installed."""
-    name = _module_of(thing)
-    return _is_library(name) or any(part in PACKAGES for part in _file(name).parts)
-
-
-def _module_of(thing: Any) -> str:
-    """Return the name of the file that defines a class or a function; empty in a namespace without a name."""
-    return str((thing.__name__ if isinstance(thing, ModuleType) else thing.__module__) or "")
-
-
-@functools.cache
-def _is_library(name: str) -> bool:
-    if name == "builtins" or name in sys.builtin_module_names:
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:  # a built-in part of a package, or the session
-        return name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
-    return not is_watched(file)
-
-
-def _file(name: str) -> Path:
-    for each in (name, name.partition(".")[0]):
-        if file := getattr(sys.modules.get(each), "__file__", None):
-            return Path(file)
-    return Path()
-
-
 def _hooks(part: nn.Module) -> Iterator[Any]:
     yield from (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
 
 
-def _codes(function: Any) -> Iterator[CodeType]:
-    """Yield the code of a callable, and of those that it wraps."""
-    for name in AROUND:
-        if (inner := getattr(function, name, None)) is not None:
-            yield from _codes(inner)
-    call = function if isinstance(function, FunctionType) else getattr(type(function), "__call__", None)  # noqa: B004
-    if isinstance(call, FunctionType):
-        yield call.__code__
-
-
 def _is_variable(value: Any) -> bool:
     return not isinstance(value, type | FunctionType | ModuleType)
-
-
-def _by_name(code: CodeType, content: dict[str, Any]) -> FunctionType | None:
-    """Return the function of a file or class with this code, which decorators may have wrapped."""
-    found: Any = content
-    for name in code.co_qualname.split("."):
-        inside = found if isinstance(found, dict) else getattr(found, "__dict__", None)
-        found = inside.get(name) if isinstance(inside, Mapping) else None
-        if found is None:
-            return None
-    for attribute in ("fget", "__func__", "func", "__wrapped__"):
-        found = getattr(found, attribute, None) or found
-    return found if isinstance(found, FunctionType) and found.__code__ is code else None
-
-
-def _functions_with(code: CodeType) -> list[FunctionType]:
-    """Return all functions with this code, wherever they are: this takes 0.1 s."""
-    return [thing for thing in all_objects() if type(thing) is FunctionType and thing.__code__ is code]
-
-
-def _closes_over(function: FunctionType, values: Sequence[Any]) -> bool:
-    contents = ((*cell_contents(cell), MISSING)[0] for cell in function.__closure__ or ())
-    return all(content is value for content, value in zip(contents, values, strict=True))
-
-
-def _defaults(function: FunctionType) -> dict[str, Any]:
-    """Return the defaults of a function's arguments that can change, by name: the same dict for the same function."""
-    given, code = function.__defaults__ or (), function.__code__
-    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
-    defaults = dict(zip(names, given, strict=True)) | (function.__kwdefaults__ or {})
-    kept = _kept_defaults.setdefault(function, {})
-    kept.clear()
-    kept |= {name: value for name, value in defaults.items() if not isinstance(value, CONSTANTS)}
-    return kept

@@ -1,0 +1,49 @@
+"""Whose code a class, a function or a file is: the user's, an installed package's, or a library's that nobody changes.
+
+class Layer(nn.Module) of model.py   ->   is_open, not is_installed
+transformers' GPT2Model              ->   is_open, is_installed
+nn.Linear                            ->   not is_open, is_installed
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..system.entered_code import PACKAGES, is_watched
+
+
+def is_open(kind: type) -> bool:
+    """Return True for a class whose attributes may count: one of the user's, or of an installed package."""
+    return not is_library(module_of(kind))
+
+
+def is_installed(thing: Any) -> bool:
+    """Return True for what belongs to torch, to Python's library or to what a package manager has installed."""
+    name = module_of(thing)
+    return is_library(name) or any(part in PACKAGES for part in _file(name).parts)
+
+
+def module_of(thing: Any) -> str:
+    """Return the name of the file that defines a class or a function; empty in a namespace without a name."""
+    return str((thing.__name__ if isinstance(thing, ModuleType) else thing.__module__) or "")
+
+
+@functools.cache
+def is_library(name: str) -> bool:
+    if name == "builtins" or name in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:  # a built-in part of a package, or the session
+        return name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
+    return not is_watched(file)
+
+
+def _file(name: str) -> Path:
+    for each in (name, name.partition(".")[0]):
+        if file := getattr(sys.modules.get(each), "__file__", None):
+            return Path(file)
+    return Path()
