@@ -1,4 +1,4 @@
-"""Whose code a class, a function or a file is: the user's, an installed package's, or a library's that nobody changes.
+"""Tell the code of the user from that of installed packages, and from that of libraries that nobody changes.
 
 class Layer(nn.Module) of model.py   ->   is_open, not is_installed
 transformers' GPT2Model              ->   is_open, is_installed
