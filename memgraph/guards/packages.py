@@ -1,4 +1,4 @@
-"""Tell the code of the user from that of installed packages, and from that of libraries that nobody changes.
+"""Tell apart user code, installed packages, and libraries that have no state of interest.
 
 class Layer(nn.Module) of model.py   ->   is_open, not is_installed
 transformers' GPT2Model              ->   is_open, is_installed
