@@ -149,7 +149,7 @@ class WhatRan:
             return True
         hooks = {code for _, part in self.parts for hook in _hooks(part) for code in codes(hook)}
         named = [(code, *entered.around) for code, entered in self.codes.items() if mentions_any(code, variable.name)]
-        return bool(hooks and named) and all(not hooks.isdisjoint(codes) for codes in named)
+        return bool(hooks and named) and all(not hooks.isdisjoint(chain) for chain in named)
 
     def paths_of_readers(self, variable: OuterVariable) -> list[str]:
         """Return the paths of the submodules that were running when code was entered which names a variable."""

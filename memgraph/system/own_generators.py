@@ -28,8 +28,7 @@ CLOSED = (torch.Tensor, nn.Module, type, types.FunctionType, types.BuiltinFuncti
 def own_generators(module: nn.Module) -> dict[str, Any]:
     """Return the generators of a module and its submodules by name, those of `random` and `numpy.random` left out."""
     kinds, found, names, seen = _kinds(), dict[int, Any](), dict[str, Any](), set[int]()
-    for shared in (getattr(random, "_inst", None), getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)):
-        seen.add(id(shared))
+    seen.update(map(id, _shared()))
     for path, part in module.named_modules():
         for name, thing in (*_attributes(part), *_of_classes(type(part), seen)):
             label = f"{path}.{name}" if path and not isinstance(thing, _Direct) else name
@@ -41,8 +40,7 @@ def own_generators(module: nn.Module) -> dict[str, Any]:
 
 def is_own(thing: Any) -> bool:
     """Return True for a generator of `random` or numpy that is not the one of their functions."""
-    shared = (getattr(random, "_inst", None), getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None))
-    return isinstance(thing, _kinds()) and not any(thing is each for each in shared)
+    return isinstance(thing, _kinds()) and not any(thing is each for each in _shared())
 
 
 class OwnStates:
@@ -60,6 +58,11 @@ class OwnStates:
         """Set all back."""
         for name, generator in self.generators.items():
             _set_state(generator, self._states[name])
+
+
+def _shared() -> tuple[Any, ...]:
+    """Return the generators of the functions of `random` and `numpy.random`."""
+    return getattr(random, "_inst", None), getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
 
 
 def _kinds() -> tuple[type, ...]:

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.guards.attribute_guard import AttributeGuard
-from memgraph.planning.planner import Planner
 
 NUMBER, NAME, ACTIVATION, MASK = 1, "a", torch.relu, torch.ones(8)
 BETA = 0.5
@@ -197,20 +195,6 @@ def same_globals() -> Iterator[None]:
     yield
     globals().update(before)
     Reading.scale, Settings.doubled = 1, DOUBLED[0]  # type: ignore[method-assign]
-
-
-@pytest.fixture
-def planned() -> Iterator[list[str]]:
-    """Grows by one word for each step that is planned."""
-    said: list[str] = []
-    real = Planner.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        said.append("planned")
-        return real(*args, **kwargs)
-
-    with mock.patch.object(Planner, "step", step):
-        yield said
 
 
 def wrong_steps(module: nn.Module, compiled: nn.Module, change: Callable[[int], Any], steps: int = 6) -> list[int]:

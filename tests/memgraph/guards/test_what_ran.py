@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import memgraph
 from memgraph.guards.outer_snapshot import OuterSnapshot
 from memgraph.guards.what_ran import WhatRan
-from memgraph.planning.planner import Planner
 
 IN_TRAINING, IN_EVALUATION, UNREAD = 2, 3, 4
 
@@ -34,20 +31,6 @@ def evaluated() -> int:
 
 def unread() -> int:
     return UNREAD
-
-
-@pytest.fixture
-def planned() -> Iterator[list[str]]:
-    """Grows by one word for each step that is planned."""
-    said: list[str] = []
-    real = Planner.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        said.append("planned")
-        return real(*args, **kwargs)
-
-    with mock.patch.object(Planner, "step", step):
-        yield said
 
 
 def after(run: Callable[[], object], module: nn.Module) -> WhatRan:
