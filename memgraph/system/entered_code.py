@@ -12,10 +12,12 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -33,7 +35,7 @@ Note = Callable[[FrameType], object]
 STANDARD = str(Path(dis.__file__).parent) + os.sep
 PASSES = str(Path(passes.__file__).parent) + os.sep
 PACKAGES = ("site-packages", "dist-packages")
-BENEATH = frozenset({"sympy", "mpmath", "numpy"})  # packages that torch itself runs, and that read nothing of others
+NAME = re.compile(r"[\w.-]+")  # of what a package requires, before its versions
 TOOL = "memgraph"
 IDS = (4, 3, 5, 2, 1, 0)  # of `sys.monitoring`; the first two belong to no kind of tool
 
@@ -57,7 +59,20 @@ def is_watched(file: str) -> bool:
         return False
     parts = Path(file).parts
     inside = next((parts[i + 1] for i, part in enumerate(parts[:-1]) if part in PACKAGES), "")
-    return inside not in BENEATH if inside else not file.startswith(STANDARD)
+    return inside.removesuffix(".py") not in _beneath() if inside else not file.startswith(STANDARD)
+
+
+@functools.cache
+def _beneath() -> frozenset[str]:
+    """Return the packages that torch itself runs, which read nothing of the user's: numpy, and those it requires."""
+    found, left = {"numpy"}, ["torch"]
+    while left:
+        with suppress(PackageNotFoundError):
+            lines = [line for line in requires(left.pop()) or () if "extra ==" not in line]
+            names = {match[0] for line in lines if (match := NAME.match(line))}
+            left += [name for name in names if name not in found]
+            found |= names
+    return frozenset(name.lower().replace("-", "_") for name in found)
 
 
 @contextmanager

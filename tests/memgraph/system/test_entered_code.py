@@ -126,3 +126,9 @@ def test_files_of_torch_of_the_library_and_of_this_package_are_left_out() -> Non
     assert is_watched(__file__)
     assert is_watched("/lib/python3.11/site-packages/transformers/modeling.py")
     assert not is_watched("/lib/python3.11/site-packages/sympy/core.py")
+
+
+@pytest.mark.parametrize("package", ["filelock", "networkx", "jinja2", "typing_extensions"])
+def test_what_torch_requires_is_left_out(package: str) -> None:
+    assert not is_watched(f"/lib/python3.11/site-packages/{package}/_api.py")
+    assert not is_watched(f"/lib/python3.11/site-packages/{package}.py")
