@@ -79,7 +79,7 @@ def _step(model: nn.Module, x: Tensor) -> None:
 def _erase_guards(model: memgraph.CompiledModule) -> int:
     """Erase the guards of all steps of a module, and return how many the latest has."""
     steps: Any = model.__dict__["_kept"].steps
-    for step in steps.values():
+    for step in steps:
         forward = step.parts.halves.forward
         nodes = [node for node in forward.graph.nodes if node.target in (EQUAL, AGREE)]
         for node in nodes:

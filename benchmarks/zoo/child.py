@@ -110,7 +110,7 @@ def _found(row: Row, compiled: memgraph.CompiledModule, ours: Steps, elsewhere: 
         ((peak - elsewhere, forecast) for peak, forecast in zip(ours.peaks, ours.forecasts, strict=True)),
         key=lambda pair: pair[0] - pair[1],
     )
-    graphs = [step.parts.captured.graph.graph for step in compiled.__dict__["_kept"].steps.values()]
+    graphs = [step.parts.captured.graph.graph for step in compiled.__dict__["_kept"].steps]
     ops = [[str(node.target) for node in graph.nodes if node.op == "call_function"] for graph in graphs]
     guards, opaque = (max(sum(name in op for op in graph) for graph in ops) for name in ("memgraph_guards", "opaque"))
     return replace(

@@ -33,7 +33,7 @@ from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
 from ..tensors.pytree import flatten
-from .kept_steps import KeptSteps, Key
+from .kept_steps import KeptSteps
 
 LOG = logging.getLogger(__name__)
 MORE = (
@@ -102,7 +102,7 @@ class CompiledModule(ModuleProxy):
 
         Calls differ in kind if they differ in shapes, if they add to gradients or make them, or if they make none.
         """
-        return tuple(step.current_report for step in list(self._kept.steps.values()))
+        return tuple(step.current_report for step in self._kept.steps)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -146,17 +146,18 @@ class CompiledModule(ModuleProxy):
         refuse_transforms()
         self.refuse_partial_update()
         leaves, spec = flatten((args, kwargs))
-        tensors, key = read_when_not_capturing(self._module, lambda: self._kept.read(spec, leaves, self._outputs))
+        tensors, call = read_when_not_capturing(self._module, lambda: self._kept.read(spec, leaves, self._outputs))
         refuse_duals(tensors)
-        return self._kept.until_guards_hold(key, partial(self._run, args, kwargs, tensors))
+        return self._kept.run(args, kwargs, call, partial(self._run, args, kwargs, tensors))
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], call: Key) -> Any:
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], step: Step, floats: list[float]
+    ) -> Any:
         """Run the step of a call.
 
         Raises:
             GuardFailed: it was captured for other values. Nothing has changed.
         """
-        step, floats, call = self._kept.step(args, kwargs, call)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
@@ -165,7 +166,6 @@ class CompiledModule(ModuleProxy):
         if step.parts.halves.backward is not None:
             self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes
         outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
-        self._kept.variants.note_use(call, captured.guards)
         advance(self._module, captured.counters)
         self._kept.writes.advance(captured.writes)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)

@@ -142,7 +142,7 @@ def _write_advice(error: OSError, file: Path) -> str:
 
 def _plans(model: nn.Module) -> list[str]:
     """Return the plans for `memgraph.compile(plan=...)`, so that with a `wire_dtype` the same values are rounded."""
-    return [step.report.to_json() for step in model._kept.steps.values()] if isinstance(model, CompiledModule) else []
+    return [step.report.to_json() for step in model._kept.steps] if isinstance(model, CompiledModule) else []
 
 
 def _write(state: Mapping[str, Any], file: Path) -> None:

@@ -73,6 +73,11 @@ class ValueGuard:
     predicate: str = ""
 
     @property
+    def question(self) -> tuple[str, str, str]:
+        """The op, the place and the predicate: two guards with the same question may expect different answers."""
+        return self.op, self.where, self.predicate
+
+    @property
     def path(self) -> str:
         """The submodule that asks; empty for the whole module, and for one that runs as it is."""
         path = self.where.partition(" ")[0]

@@ -1,10 +1,11 @@
 """Decide when a captured graph may be reused.
 
-signature             the guard key of a call
+signature             the facts of a call
+assumptions           the facts that a captured graph rests on, and numbers and lengths that may be any
+fact_texts            facts in words
 cleared_caches        how often caches of functions were emptied
-hashed_tuple          a tuple that computes its hash once
 owned_tensors         parameters and buffers of a module, listed quickly
-attribute_guard       attributes and variables that forward may read, as a key
+attribute_guard       attributes and variables that forward may read, as groups of tokens
 module_attributes     a walk over the attributes of a module
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes, for captures of other calls

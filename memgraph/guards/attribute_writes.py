@@ -54,7 +54,7 @@ class AttributeWrite:
         """A key that is equal for equal values."""
         walk = AttributeWalk()
         walk.describe(self.value, 1)
-        return walk.key
+        return walk.group
 
     def found(self) -> Any:
         """Return what is there now, the items of another container than a dict as a copy."""

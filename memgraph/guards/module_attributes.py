@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
@@ -27,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
-from .hashed_tuple import HashedTuple
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
@@ -57,6 +57,9 @@ STATE = ("_parameters", "_buffers")
 WRITTEN_BY_SAVE = frozenset({"architectures", "dtype"})
 # The other attributes that torch sets on every module do not affect forward.
 IGNORED = frozenset(vars(nn.Module())) - {"training", "_modules"}
+
+
+Label = tuple[Any, Any]  # of what contains a thing, or None; and its name in there
 
 
 class IdentityKey:
@@ -89,7 +92,7 @@ class Check(NamedTuple):
 
 
 class AttributeWalk:
-    """The tokens of one walk, and the checks that tell whether another would give the same.
+    """The tokens of one walk, with a path for each, and the checks that tell whether another would give the same.
 
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     `ignored` are attributes, by the id of their module and name, that are not described.
@@ -106,15 +109,26 @@ class AttributeWalk:
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
-        self.floats: dict[int, tuple[Any, Any]] = {}  # position in the key -> the dict that contains it, its key there
-        self.ints: dict[int, tuple[Any, Any]] = {}  # the same for ints
+        self.in_dicts: dict[int, tuple[Any, Any]] = {}  # token of a number -> the dict that has it, its key there
+        self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
+        self._label: Label | None = None
         self._checks: list[Check] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
 
     @functools.cached_property
-    def key(self) -> Hashable:
-        return HashedTuple(self.tokens)
+    def group(self) -> tuple[Hashable, ...]:
+        """The tokens, once all is described."""
+        return tuple(self.tokens)
+
+    def label(self, index: int) -> str:
+        """Return the path of the thing that a token stands for, as `layers.0.scale`."""
+        at = bisect_right(self._labels, index, key=itemgetter(0)) - 1
+        label, names = self._labels[at][1] if at >= 0 else None, list[str]()
+        while label is not None:
+            label, name = label
+            names.append(str(name))
+        return ".".join(reversed(names))
 
     def is_stale(self) -> bool:
         """Return True if anything that was read has changed."""
@@ -208,12 +222,16 @@ class AttributeWalk:
                 self._describe_item(attributes, name, depth + 1)
 
     def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
-        """Describe an item of a dict, and record the position of a float."""
-        if type(mapping[name]) is float:
-            self.floats[len(self.tokens)] = mapping, name
-        elif type(mapping[name]) is int:
-            self.ints[len(self.tokens)] = mapping, name
-        self.describe(mapping[name], depth)
+        """Describe an item of a dict, and record where a number is."""
+        if type(mapping[name]) in (int, float):
+            self.in_dicts[len(self.tokens)] = mapping, name
+        self._describe_named(mapping[name], name, depth)
+
+    def _describe_named(self, thing: Any, name: Any, depth: int) -> None:
+        outer, self._label = self._label, (self._label, name)
+        self._labels.append((len(self.tokens), self._label))
+        self.describe(thing, depth)
+        self._label = outer
 
     def _describe_children(self, children: dict[str, nn.Module | None]) -> None:
         if not children:
@@ -221,8 +239,8 @@ class AttributeWalk:
             return
         self._check_mapping(children)
         self.tokens.append(tuple(children))
-        for module in children.values():
-            self.describe(module, 0)
+        for name, module in children.items():
+            self._describe_named(module, name, 0)
 
     def _describe_object(self, thing: Any, depth: int) -> None:
         """A container, an object with attributes, or both."""
@@ -256,8 +274,8 @@ class AttributeWalk:
                 self._keep(thing)
                 self.containers.append(thing)
                 self._check(lambda: tuple(map(id, thing)))
-            for item in thing:
-                self.describe(item, depth + 1)
+            for index, item in enumerate(thing):
+                self._describe_named(item, index, depth + 1)
 
     def _describe_mapping(self, mapping: dict[Any, Any], depth: int, ignored: Set[str] = frozenset()) -> None:
         self._check_mapping(mapping)
@@ -268,7 +286,7 @@ class AttributeWalk:
             if type(mapping) is dict:
                 self._describe_item(mapping, name, depth + 1)
             else:
-                self.describe(value, depth + 1)
+                self._describe_named(value, name, depth + 1)
 
     def _check_mapping(self, mapping: dict[Any, Any]) -> None:
         self._keep(mapping.values())

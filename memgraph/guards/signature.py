@@ -1,9 +1,9 @@
-"""The guard key of a call: calls with equal keys may share a graph.
+"""The facts of a call: calls with equal ones may share a graph.
 
-    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, attributes of the module, ..., modes)
+    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None), (tensors), (modes), (attributes), (variables)
 
-The key has the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor;
-attributes and hooks of every submodule; and torch's modes that change which kernels run.
+They are the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor; attributes
+and hooks of every submodule; torch's modes that change which kernels run; and the variables that captures have read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch.nn.modules import module as modules
 
 from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
+from .assumptions import Facts, TensorFact
 from .attribute_guard import AttributeGuard
-from .hashed_tuple import HashedTuple
 
-ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
 GLOBAL_HOOKS = (
     modules._global_forward_hooks, modules._global_forward_pre_hooks,
     modules._global_backward_hooks, modules._global_backward_pre_hooks,
@@ -34,31 +33,22 @@ def signature(
     spec: Hashable,
     leaves: Sequence[object],
     attributes: AttributeGuard | None = None,
-) -> Hashable:
-    """Return the guard key of a call. Arguments that are no tensors are in it by type and value.
+    settings: Sequence[Hashable] = (),
+) -> Facts:
+    """Return the facts of a call. Arguments that are no tensors are in it by type and value.
 
-    `owned` are the module's parameters and buffers; `attributes` is the module's guard from the previous call.
+    Args:
+        owned: the module's parameters and buffers.
+        attributes: the module's guard from the previous call.
+        settings: what else its step depends on.
     """
     attributes = attributes or AttributeGuard(module)
     return (
-        spec,
-        _arguments(leaves),
-        attributes.same_tensors((*map(_tensor, owned), *map(type, owned))),
-        tuple(map(has_hooks, owned)),
-        attributes.key,
-        in_process_group(),
-        _modes(),
+        (*_arguments(leaves), spec),
+        attributes.same_tensors((*map(_tensor, owned), *map(type, owned), *map(has_hooks, owned))),
+        (in_process_group(), *_modes(), *settings),
+        *attributes.groups,
     )
-
-
-def with_attributes(key: Any, attributes: AttributeGuard) -> Hashable:
-    """Return the key of a call with the attributes as they are described now."""
-    return (*key[:ATTRIBUTES], attributes.key, *key[ATTRIBUTES + 1 :])
-
-
-def with_more_variables(key: Any, tokens: tuple[Hashable, ...]) -> Hashable:
-    """Return the key of a call with variables that a later capture has read, as they are now."""
-    return (*key[:ATTRIBUTES], HashedTuple((*key[ATTRIBUTES], *tokens)), *key[ATTRIBUTES + 1 :])
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
@@ -112,7 +102,7 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _arguments(leaves: Sequence[object]) -> Hashable:
+def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
     """Return a key for each leaf. A tensor that is passed twice, or shares a storage, counts by its first position."""
     first: dict[tuple[str, int], int] = {}
     keys: list[Hashable] = []
@@ -125,7 +115,7 @@ def _arguments(leaves: Sequence[object]) -> Hashable:
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
         storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
-        keys.append((same, storage, *_tensor(leaf)))
+        keys.append(TensorFact(same, storage, *_tensor(leaf)))
     return tuple(keys)
 
 
@@ -133,11 +123,11 @@ def _constant(leaf: object) -> Hashable:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex | slice) else leaf  # 0.0 == -0.0
 
 
-def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
+def _tensor(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _modes() -> Hashable:
+def _modes() -> tuple[Hashable, ...]:
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return (
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),

@@ -29,23 +29,23 @@ TOLD = (FunctionType, BuiltinFunctionType, type)  # count in installed packages 
 
 
 class VariableGuard:
-    """The variables that captures of a module rest on; a captured graph depends on the tokens of their `walk`.
+    """The variables that captures of a module rest on, with a walk over those that each was the first to read.
 
     Attributes:
-        changed: the names of those that made the latest walk.
+        latest: the walks over what the variables were when they were last asked for.
+        changed: the names of those that made the latest new walk.
     """
 
     def __init__(self) -> None:
+        self.latest: list[VariableWalk] = []
         self.changed: tuple[str, ...] = ()
-        self._reads: list[Reads] = []
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._whole = set[int]()  # objects all of whose attributes count
         self._functions = set[int]()
         self._ignored: dict[Place, Scope] = {}  # which keep what the ids stand for
-        self._walk = VariableWalk((), {})
 
-    def grow(self, reads: Reads) -> tuple[Hashable, ...]:
-        """Add what another capture rests on, and return the tokens of what is new, which come last from now on."""
+    def grow(self, reads: Reads) -> bool:
+        """Add what another capture rests on; return True if there is anything that was not known."""
         functions = tuple(each for each in reads.functions if id(each) not in self._functions)
         scopes = [scope.without(self._known.get(id(scope.owner), set())) for scope in reads.scopes]
         whole = {
@@ -54,54 +54,56 @@ class VariableGuard:
         self._whole |= whole.keys()
         new = Reads((*(scope for scope in scopes if scope.names), *whole.values()), functions)
         if not new.scopes and not functions:
-            return ()
+            return False
         changed = (one for one in reads.changed if one.name not in self._known.get(id(one.scope.owner), ()))
         self._ignored |= {one.place: one.scope for one in changed}
         self._functions |= set(map(id, functions))
         for scope in new.scopes:
             self._known.setdefault(id(scope.owner), set()).update(scope.names or ())
-        self._reads.append(new)
-        self._walk = VariableWalk(self._reads, self._ignored)
-        return tuple(VariableWalk([new], self._ignored).tokens)
+        self.latest.append(VariableWalk(new, self._ignored))
+        return True
 
     @property
-    def walk(self) -> VariableWalk:
-        """The walk over what the variables are now."""
-        if self._walk.is_stale():
-            before, self._walk = self._walk, VariableWalk(self._reads, self._ignored)
-            self.changed = tuple(one.title for one in self._walk.differing(before))
-        return self._walk
+    def walks(self) -> list[VariableWalk]:
+        """The walks over what the variables are now."""
+        for i, walk in enumerate(self.latest):
+            if walk.is_stale():
+                self.latest[i] = now = VariableWalk(walk.reads, self._ignored)
+                self.changed = tuple(one.title for one in now.differing(walk))
+        return self.latest
 
-    def ignore_changes(self, before: VariableWalk) -> bool:
-        """Leave out from now on what has changed since an earlier walk; return True if anything has."""
-        changed = self.walk.differing(before)
+    def ignore_changes(self, before: Sequence[VariableWalk]) -> bool:
+        """Leave out from now on what has changed since earlier walks; return True if anything has."""
+        pairs = zip(self.walks, before, strict=False)
+        changed = [one for now, earlier in pairs if now is not earlier for one in now.differing(earlier)]
         self._ignored |= {one.place: one.scope for one in changed}
         if changed:
-            self._walk = VariableWalk(self._reads, self._ignored)
+            self.latest = [VariableWalk(walk.reads, self._ignored) for walk in self.latest]
         return bool(changed)
 
 
 class VariableWalk(PlainWalk):
-    """The tokens of what captures read, but of the variables at `ignored` places."""
+    """The tokens of what a capture reads, but of the variables at `ignored` places."""
 
     max_depth = 16
 
-    def __init__(self, reads: Sequence[Reads], ignored: Mapping[Place, object]) -> None:
+    def __init__(self, reads: Reads, ignored: Mapping[Place, object]) -> None:
         super().__init__(owned=frozenset())
+        self.reads = reads
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
         self._classes: list[type] = []
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by the id of what has the variables
-        self._functions = list(chain.from_iterable(each.functions for each in reads))
-        for each in reads:
-            for scope in each.scopes:
-                self._describe_scope(scope, ignored)
-            for function in each.functions:
-                self.tokens += [IdentityKey(function), IdentityKey(function.__code__)]
-                self._keep(CODE(function))
-                for defaults in (function.__defaults__, function.__kwdefaults__):
-                    self.numbers.clear()
-                    self.describe(defaults, DEPTH)
+        for scope in reads.scopes:
+            self._describe_scope(scope, ignored)
+        for function in reads.functions:
+            self._labels.append((len(self.tokens), (None, f"the function {function.__qualname__}")))
+            self.tokens += [IdentityKey(function), IdentityKey(function.__code__)]
+            self._keep(CODE(function))
+            for defaults in (function.__defaults__, function.__kwdefaults__):
+                self.numbers.clear()
+                self._label = (None, f"the defaults of {function.__qualname__}")
+                self.describe(defaults, DEPTH)
         # A tuple for one name, too.
         named = [(inside, tuple(names)) for inside, names in self._names.values()]
         self._mappings = [(inside, itemgetter(*names, names[0])) for inside, names in named if names]
@@ -153,17 +155,18 @@ class VariableWalk(PlainWalk):
         for name in names:
             self.numbers.clear()  # so that no variable's description depends on others
             begin = len(self.tokens)
+            variable = OuterVariable(scope, name)
+            self._labels.append((begin, (None, variable.title)))
             self.tokens.append(name)
-            if isinstance(owner, dict):
-                self._describe_item(owner, name, DEPTH)
-            else:
-                self.describe(content[name], DEPTH)
-            self.described[OuterVariable(scope, name)] = tuple(self.tokens[begin:])
+            if isinstance(owner, dict) and type(content[name]) in (int, float):
+                self.in_dicts[len(self.tokens)] = owner, name
+            self.describe(content[name], DEPTH)
+            self.described[variable] = tuple(self.tokens[begin:])
 
     def _identities(self) -> object:
         """Return the identities of all variables, in one function, since every call of the module comes by."""
         cells = [id(cell.cell_contents) for cell in self._cells]
-        functions = [*map(id, chain.from_iterable(map(CODE, self._functions)))]
+        functions = [*map(id, chain.from_iterable(map(CODE, self.reads.functions)))]
         classes = [id(kind.__mro__) for kind in self._classes]
         found = [[*map(id, get(inside))] for inside, get in self._mappings]
         return cells, functions, classes, [*map(len, self._sized)], found

@@ -1,8 +1,10 @@
 """From a call to a step that is ready to run.
 
 planner            the table of contents: capture, price, plan, rewrite, assemble
-float_keys         find the step that fits a call with other floats
-capture_cache      captures of dropped steps, for calls that come again
+variants           the captures of a module, with what each assumes and its steps
+general_captures   captures for any float or length
+known_captures     captures that stand in the place of a new one
+value_answers      where calls of one kind are captured for many sets of values
 target             the device of a module, its budget and its tier
 optimizer_state    the changes that an optimizer makes to a step; here for no optimizer
 optimizers         the same for an optimizer that is counted, fused or sharded
@@ -21,7 +23,6 @@ lowering           compile parts of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step
 measured_prices    those times as prices
-counter_keys       the step of a call for any count
 call_kinds         warn when calls differ each time
 progress           progress lines while a call is planned
 """

@@ -57,12 +57,16 @@ class CallKinds:
         """Forget the calls of this form: what differed is an input of the graph now."""
         self._sizes.pop(self._form(args, kwargs)[0], None)
 
+    def leaf_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Return the name of each argument, with the indices inside it."""
+        return [self._name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[ArgumentPath, Any]]:
         """Return the types of the arguments, and their sizes and numbers by name."""
         form: list[Hashable] = []
         sizes: dict[ArgumentPath, Any] = {}
-        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
-            name = self._name(path)
+        leaves = [leaf for _, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        for name, leaf in zip(self.leaf_names(args, kwargs), leaves, strict=True):
             if isinstance(leaf, Tensor):
                 form.append((name, leaf.dtype, leaf.dim()))
                 sizes |= {f"{name}, dimension {i}": int(size) for i, size in enumerate(leaf.shape)}

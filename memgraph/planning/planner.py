@@ -23,8 +23,8 @@ from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
 from .attempts import Attempts, GraphPlanner, Planned, PricedAttempts, PricedStep, Refused
-from .capture_cache import EarlierCapture
 from .capture_step import capture_room, captured_call
+from .known_captures import EarlierCapture
 from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress

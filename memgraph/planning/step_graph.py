@@ -28,7 +28,7 @@ from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..tensors.loss_outputs import OutputSelector
-from .capture_cache import KnownLength
+from .known_captures import KnownLength
 from .lengths.general_graph import GraphAtLength
 from .ranks import Ranks
 from .target import Target

@@ -135,10 +135,11 @@ def _several(report: ReportData) -> list[str]:
 
 def _assumed(report: ReportData) -> list[str]:
     """Show the values on which the step rests, those that failed most often first."""
-    if not report.assumptions:
+    values = [each for each in report.assumptions if each.kind == "value"]
+    if not values:
         return []
-    count = len(report.assumptions)
-    often = sorted(report.assumptions, key=lambda assumption: -assumption.failures)[:ASSUMPTIONS]
+    count = len(values)
+    often = sorted(values, key=lambda assumption: -assumption.failures)[:ASSUMPTIONS]
     lines = [f"  {each.where}: {each.text}; failed in {each.failures} runs" for each in often]
     more = [f"  and {count - ASSUMPTIONS} more"] if count > ASSUMPTIONS else []
     found = f"found by one plain forward, which allocated {mb(report.value_run)}"

@@ -60,7 +60,7 @@ class Report(ReportData):
 
     def after(self, first: Report) -> Report:
         """Return the report of a plan that replaces the one of `first`, with what stays true of the step."""
-        return replace(self, adding=first.adding, all_outputs=first.all_outputs)
+        return replace(self, adding=first.adding, all_outputs=first.all_outputs, assumptions=first.assumptions)
 
     def with_update(self, nbytes: int) -> Report:
         """Return the report after the optimizer's step, which used `nbytes` for gradients, states and workspace."""

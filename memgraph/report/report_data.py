@@ -18,16 +18,20 @@ from passes.slices.whole_weight import WholeWeight
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value of a tensor on which a captured graph rests.
+    """Something on which a captured graph rests; a call that has something else is captured again.
 
     Attributes:
-        where: submodule and source line that reads it.
-        failures: number of runs that met another value.
+        text: what it is, as `float32 8 x 128 on cpu`, `0.1` or `any float`.
+        where: argument, parameter, mode of torch, attribute or variable; for a value of a tensor, the submodule and
+            source line that reads it.
+        failures: number of runs that met another value of a tensor.
+        kind: "argument", "tensor" (a parameter or buffer), "mode", "attribute", "variable", or "value" of a tensor.
     """
 
     text: str
     where: str
     failures: int
+    kind: str = "value"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class ReportData:
             otherwise 0.
         forwards: largest number of forwards that were open at once.
         together: bytes forecast for these together; 0 if there was never more than one.
-        assumptions: values of tensors on which the step rests, in the order in which it checks them.
+        assumptions: what the step rests on; values of tensors last, in the order in which it checks them. A saved plan
+            has these alone.
         opaque: submodules that run as they are, each call as one op.
         slices: chains of ops that run in parts of their rows.
         whole: peak bytes of the step as captured, without slices; 0 if there are none.

@@ -33,6 +33,8 @@ def write_report(report: ReportData) -> SavedPlan:
         if str(field.type) in TYPES and getattr(report, field.name) != field.default
     }
     facts |= {name: list(map(asdict, rows)) for name in ROWS if (rows := getattr(report, name))}
+    if values := [each for each in facts.pop("assumptions", ()) if each["kind"] == "value"]:
+        facts["assumptions"] = values
     if report.lowered is not None:
         facts["lowered"] = str(report.lowered.trace).split("\n")
     facts |= {name: True for name in SEARCHED if getattr(report.choice, name)}

@@ -8,7 +8,7 @@ step.report, step.times   what the measured runs took
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -298,6 +298,10 @@ class Step:
         self.report = replace(self.report, all_outputs=needed_nbytes)
         return self
 
+    def note_assumptions(self, assumptions: Iterable[Assumption]) -> None:
+        """Note what the step rests on besides values of tensors."""
+        self.report = replace(self.report, assumptions=tuple(assumptions))
+
     def _judge_plan(self) -> None:
         """Time the ops of the next run for a new plan, if the latest steps call for it."""
         if self._replan is None or self._replan_due or self.times is None or self.cuda_graphs is not None:
@@ -335,7 +339,7 @@ class Step:
             OpaqueRow(part.path, type(part.module).__name__, part.nbytes, part.reason, self.failures[part.guard])
             for part in captured.opaque
         )
-        return replace(self.report, assumptions=assumptions, opaque=rows)
+        return replace(self.report, assumptions=(*self.report.assumptions, *assumptions), opaque=rows)
 
     @property
     def needs_replan(self) -> bool:

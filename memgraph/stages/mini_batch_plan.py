@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from passes.stages.pipeline_schedule import PipelineSchedule
 from passes.stages.timeline import StageTimes
 
+from ..guards.assumptions import Assumptions, Facts
+from ..guards.attribute_guard import AttributeGuard
+from ..guards.signature import signature
 from ..guards.what_ran import Reads
 from ..system.user_warning import warn_user
+from ..tensors.pytree import flatten
 from .planned_stage import PlannedStage
 from .stage_cut import StageCut
 
@@ -79,35 +86,45 @@ class MiniBatchPlan:
 
 
 class KeptPlans:
-    """The plans of the latest kinds of mini-batches, by the keys of their calls."""
+    """The plans of the latest kinds of mini-batches of a module, by what they assume of a call."""
 
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, MiniBatchPlan] = {}  # the latest last
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._attributes = module, AttributeGuard(module)
+        self._plans: list[tuple[Assumptions, MiniBatchPlan]] = []  # the latest last
         self._warned = False
 
-    def take(self, key: Hashable) -> MiniBatchPlan | None:
-        """Return a plan, which is kept no longer: its key changes when parameters move."""
-        return self._plans.pop(key, None)
+    def has(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if there is a plan for a call."""
+        facts = self._facts(args, kwargs)
+        return any(assumptions.holds(facts) for assumptions, _ in self._plans)
 
-    def rekey(self, grown: Callable[[Hashable], Hashable]) -> None:
-        """Replace all keys."""
-        self._plans = {grown(key): plan for key, plan in self._plans.items()}
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MiniBatchPlan | None:
+        """Return the plan of a call, which is kept no longer: its facts change when parameters move."""
+        facts = self._facts(args, kwargs)
+        for i, (assumptions, plan) in enumerate(self._plans):
+            if assumptions.holds(facts):
+                del self._plans[i]
+                return plan
+        return None
 
-    def keep(self, key: Hashable, plan: MiniBatchPlan) -> None:
-        """Keep a plan as the latest; warn once of many kinds."""
-        self._plans[key] = plan
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: MiniBatchPlan) -> None:
+        """Keep the plan of a call as the latest; warn once of many kinds."""
+        for reads in plan.reads:
+            self._attributes.grow(reads)
+        self._plans.append((Assumptions(self._facts(args, kwargs)), plan))
         if len(self._plans) == MANY and not self._warned:
             self._warned = True
             warn_user(
                 f"{MANY} kinds of mini-batches were captured and planned; if their shapes vary, "
                 "memgraph.pad_to_buckets pads them to a few"
             )
-        if len(self._plans) > KINDS:
-            del self._plans[next(iter(self._plans))]
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._plans
+        del self._plans[:-KINDS]
 
     @property
     def latest(self) -> MiniBatchPlan:
-        return self._plans[next(reversed(self._plans))]
+        return self._plans[-1][1]
+
+    def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+        leaves, spec = flatten((args, kwargs))
+        owned = [*self.module.parameters(), *self.module.buffers()]
+        return signature(self.module, owned, spec, leaves, self._attributes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -19,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from ..errors import MemgraphError
-from ..guards.attribute_guard import AttributeGuard
 from ..guards.module_proxy import WithLoss
-from ..guards.signature import signature, with_more_variables
-from ..tensors.pytree import flatten
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, mode_lines
 from .first_cut import FirstCut
@@ -127,8 +124,7 @@ class Pipeline:
         self._optimizer: optim.Optimizer | None = None
         self._versions: dict[str, int] = {}  # of tensors that were on the meta device
         self._first: FirstCut | None = None
-        self._plans = KeptPlans()
-        self._attributes = AttributeGuard(module)
+        self._plans = KeptPlans(module)
         self._loss_scale = 1.0
         self._measured: WeakKeyDictionary[MiniBatchPlan, list[int | None]] = WeakKeyDictionary()
         self.timeline: list[ActionTimes] = []
@@ -319,7 +315,7 @@ class Pipeline:
         """Check that this step can run, on all ranks."""
         with self.group.together(PLANNING) as lines:
             kind, values = call_lines(args, kwargs)
-            known = self._call_key(args, kwargs) in self._plans
+            known = self._plans.has(args, kwargs)
             self.given.divided(args, kwargs)
             modes = [*mode_lines(self.module), f"a plan for this mini-batch: {'there' if known else 'none yet'}"]
             lines += [*kind, *modes, *values]
@@ -327,20 +323,12 @@ class Pipeline:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = time.monotonic()
         self._agree(args, kwargs)
-        plan = self._plans.take(self._call_key(args, kwargs))
+        plan = self._plans.take(args, kwargs)
         if plan is None:
             grad = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(grad):  # what is made here is trained later
                 plan = self._planned(args, kwargs, begin)
-            for reads in plan.reads:
-                if tokens := self._attributes.grow(reads):
-                    self._plans.rekey(partial(with_more_variables, tokens=tokens))
-        self._plans.keep(self._call_key(args, kwargs), plan)  # parameters are on other devices since the first plan
-
-    def _call_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        leaves, spec = flatten((args, kwargs))
-        owned = [*self.module.parameters(), *self.module.buffers()]
-        return signature(self.module, owned, spec, leaves, self._attributes)
+        self._plans.keep(args, kwargs, plan)  # parameters are on other devices since the first plan
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> MiniBatchPlan:
         """Return the plan of this rank, once all ranks have one. It keeps the tensors of its own stage."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import memgraph
-from memgraph.api import kept_steps
-from memgraph.api.kept_steps import PLANS
+from memgraph.planning import variants
+from memgraph.planning.variants import PLANS
 from tests.support.compare import ROOM, Fact, assert_alike, batch, both, tight
 from tests.support.models import Function
 
@@ -39,7 +39,7 @@ def test_batches_of_changing_shape() -> None:
 
 
 def test_no_more_than_a_few_large_steps_are_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_steps, "NODES", 0)
+    monkeypatch.setattr(variants, "NODES", 0)
     compiled: Any = memgraph.compile(Function(lambda linear, x: linear(x)), ROOM)
     for rows in range(2, PLANS + 4):
         compiled(batch(rows)).sum().backward()
@@ -47,20 +47,20 @@ def test_no_more_than_a_few_large_steps_are_kept_and_the_oldest_goes_first(monke
         compiled(batch(2)).sum().backward()
         compiled.zero_grad()
     assert len(compiled._kept.steps) == PLANS
-    made = list(compiled._kept.steps.values())
+    made = list(compiled._kept.steps)
     compiled(batch(2))
     compiled(batch(PLANS + 3))
     assert len(compiled._kept.steps) == PLANS
-    assert {id(step) for step in compiled._kept.steps.values()} == {id(step) for step in made}
+    assert {id(step) for step in compiled._kept.steps} == {id(step) for step in made}
 
 
 def test_the_oldest_step_stays_as_long_as_it_is_the_one_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_steps, "PLANS", 1)
+    monkeypatch.setattr(variants, "PLANS", 1)
     compiled: Any = memgraph.compile(Function(lambda linear, x: linear(x)), ROOM)
     for rows in (2, 3, 2, 3):  # each is measured, and timed
         compiled(batch(rows)).sum().backward()
         compiled.zero_grad()
-    monkeypatch.setattr(kept_steps, "NODES", 0)  # as a better plan that has a far tier makes them too many
+    monkeypatch.setattr(variants, "NODES", 0)  # as a better plan that has a far tier makes them too many
     compiled(batch(2)).sum().backward()
     assert len(compiled._kept.steps) == 1
 

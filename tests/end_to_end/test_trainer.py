@@ -135,7 +135,7 @@ def test_trainer_trains_saves_resumes_and_finds_the_best_as_with_the_plain_model
     ours.train()
     assert history(ours) == history(theirs)
     assert any("eval_loss" in entry for entry in history(ours))
-    reports = [step.report for step in compiled._kept.steps.values()]
+    reports = [step.report for step in compiled._kept.steps]
     assert len(reports) == 3  # a first batch, one that adds to its gradients, one of the evaluation; also behind a save
     assert any(report.plan for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= report.budget for report in reports)

@@ -39,7 +39,7 @@ def check(module: RandomModule) -> None:
         assert len(ours) == len(theirs), _told(module, f"step {step} makes {len(ours)} tensors, eager's {len(theirs)}")
         wrong = [place for place, pair in enumerate(zip(ours, theirs, strict=True)) if not _is_same(*pair)]
         assert not wrong, _told(module, f"step {step}: of {len(ours)} tensors {wrong} are not eager's")
-    for step in compiled.__dict__["_kept"].steps.values():
+    for step in compiled.__dict__["_kept"].steps:
         report = step.report
         assert report.peak <= report.budget, _told(module, f"forecast {report.peak} of {report.budget}")
         fits = report.measured is None or report.measured <= report.peak or report.beyond

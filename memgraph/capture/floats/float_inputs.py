@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...graph.float_arguments import takes_any_value
-from ...guards.signature import ARGUMENTS
+from ...guards.assumptions import ARGUMENTS
 from ...tensors.expressions import Variable
 from ...tensors.traced_number import (
     FloatArgument,

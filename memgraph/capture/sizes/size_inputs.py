@@ -14,9 +14,8 @@ from typing import Any
 from torch import fx
 
 from ...graph.captured import Input
+from ...guards.assumptions import SizePlace, dense_stride
 from ...tensors.traced_size import SizeTrace, with_arguments
-
-SizePlace = tuple[int, int]  # a leaf of the call, a dimension
 
 
 @dataclass
@@ -62,11 +61,6 @@ class SizeInputs:
     def _size(self, leaf: int, dim: int, size: int) -> Any:
         symbol = self.places.get((leaf, dim))
         return size if symbol is None else self.trace.sizes[symbol]
-
-
-def dense_stride(shape: Sequence[int], dim: int) -> int:
-    """Return the stride of a dimension in a dense tensor."""
-    return prod(shape[dim + 1 :])
 
 
 def name_sizes(graph: fx.Graph) -> None:

@@ -20,8 +20,8 @@ from ...graph.recurrent.layer_ops import has_layers
 from ...options.compile_options import CompileOptions
 from ...slices.step_blocks import refused_weights
 from ...slices.step_cuts import ATTEMPTS, UNROLLED, Cuts
-from ..capture_cache import EarlierCapture
 from ..capture_step import capture_step
+from ..known_captures import EarlierCapture
 from ..optimizer_state import OptimizerState
 from ..progress import Progress
 from ..step_graph import Call, StepGraph

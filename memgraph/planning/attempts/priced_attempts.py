@@ -16,7 +16,7 @@ from passes import Machine, PlanResult, Trace
 from passes.slices.whole_step import Search, needs_none, whole_plan
 
 from ...system.planning_process import planning
-from ..capture_cache import EarlierCapture
+from ..known_captures import EarlierCapture
 from ..step_graph import StepGraph
 from .attempts import Attempt, Attempts, cuts_of
 

@@ -19,7 +19,7 @@ from ...graph.gradient_sums import with_sums_in_place
 from ...graph.rewrite import copy_graph
 from ...guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ...options.compile_options import CompileOptions
-from ..capture_cache import KnownLength
+from ..known_captures import KnownLength
 from ..optimizer_state import OptimizerState
 from ..step_graph import Call, StepGraph, graphs_of
 from ..target import Target

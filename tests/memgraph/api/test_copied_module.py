@@ -45,9 +45,7 @@ def test_a_copy_has_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(batch()).sum().backward()
     copied: Any = copy.deepcopy(compiled)
     copied(batch()).sum().backward()
-    rooms = [
-        room for model in (compiled, copied) for step in model._kept.steps.values() for room in step.parts.tier.files
-    ]
+    rooms = [room for model in (compiled, copied) for step in model._kept.steps for room in step.parts.tier.files]
     assert len(set(rooms)) == len(rooms) == 2
 
 

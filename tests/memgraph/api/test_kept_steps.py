@@ -43,13 +43,13 @@ def test_parameters_whose_states_are_on_disk_are_freed_when_they_are_replaced() 
 def test_a_step_stays_while_a_call_has_other_parameters() -> None:
     compiled: Any = memgraph.compile(Net(), ROOM)
     compiled(batch()).sum().backward()
-    (step,) = compiled._kept.steps.values()
+    (step,) = compiled._kept.steps
     others = {name: value.detach().clone().requires_grad_() for name, value in compiled.named_parameters()}
     loss = torch.func.functional_call(compiled, others, (batch(),)).sum()
     torch.autograd.grad(loss, list(others.values()))
     compiled.zero_grad()
     compiled(batch()).sum().backward()
-    assert step.parts.halves in [kept.parts.halves for kept in compiled._kept.steps.values()]
+    assert step.parts.halves in [kept.parts.halves for kept in compiled._kept.steps]
 
 
 def _train(compiled: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor | None = None) -> None:

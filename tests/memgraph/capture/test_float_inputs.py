@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.api import kept_steps
 from memgraph.capture.capture import capture
 from memgraph.capture.floats import float_capture
-from memgraph.planning import capture_step
+from memgraph.planning import capture_step, variants
 from memgraph.runtime.step import Step
 
 BUDGET = 100_000_000
@@ -449,8 +448,8 @@ def test_a_step_of_plain_floats_is_given_none() -> None:
 
 
 def test_a_dropped_step_with_floats_is_not_captured_again(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_steps, "PLANS", 1)
-    monkeypatch.setattr(kept_steps, "NODES", 0)
+    monkeypatch.setattr(variants, "PLANS", 1)
+    monkeypatch.setattr(variants, "NODES", 0)
     ours = Module(scaled)
     theirs, compiled = copy.deepcopy(ours), memgraph.compile(ours, BUDGET)
     for value in STEPS[:2]:

@@ -17,6 +17,7 @@ from memgraph.capture.capture import capture
 from memgraph.graph.summarize import summarize
 from memgraph.runtime import cuda_graph_checks
 from passes.schedule.schedule import Placement
+from tests.support.assumed_values import assumed_values
 from tests.support.faults import ROOM
 
 Compute = Callable[["Counting", Tensor], Any]
@@ -146,7 +147,7 @@ DATA: dict[str, Compute] = {
 def test_a_number_that_is_computed_with_is_no_assumption(name: str) -> None:
     compiled = trained(DATA[name], batches())
     assert len(compiled.plans) == 1
-    assert not [each for each in compiled.plan.assumptions if each.failures or each.text.startswith("the value is")]
+    assert not [each for each in assumed_values(compiled.plan) if each.failures or each.text.startswith("the value is")]
 
 
 @pytest.mark.parametrize("compute", [in_python, as_an_argument, in_place, running])
@@ -187,13 +188,13 @@ EXACT: dict[str, Compute] = {
 def test_a_number_that_is_asked_for_is_guarded(name: str) -> None:
     first, second, *_ = batches()
     compiled = trained(EXACT[name], [first, second, first, second])
-    assert compiled.plan.assumptions
+    assert assumed_values(compiled.plan)
 
 
 def test_a_comparison_that_flips_is_captured_once_for_each_truth() -> None:
     compiled = trained(lambda model, h: h.relu() if largest(h) > 2.5 else h.sin() * largest(h), [*batches(6)] * 2)
     assert len(compiled.plans) == 2
-    texts = {each.text for report in compiled.plans for each in report.assumptions}
+    texts = {each.text for report in compiled.plans for each in assumed_values(report)}
     assert texts == {"v0 > 2.5 is False", "v0 > 2.5 is True"}
 
 
@@ -217,7 +218,7 @@ def test_zeros_of_both_signs_are_different_numbers() -> None:
 
 def test_the_same_question_is_one_guard() -> None:
     compiled = trained(lambda model, h: sum((h for s in [largest(h)] for _ in range(3) if s < 1e9), h), batches(2))
-    assert [each.text for each in compiled.plan.assumptions] == ["v0 < 1000000000.0 is True"]
+    assert [each.text for each in assumed_values(compiled.plan)] == ["v0 < 1000000000.0 is True"]
 
 
 def test_zeros_infinities_and_nan_are_as_in_eager() -> None:
@@ -258,7 +259,7 @@ def test_a_check_is_made_in_each_micro_batch() -> None:
     compiled = memgraph.compile(model, ROOM, microbatches=2, reduction="mean")
     for x in (batches(1)[0], batches(2)[1]):
         compiled(x)[0].backward()
-    assert [each.text for each in compiled.plan.assumptions] == ["v0 > 1000000.0 is False"] * 2
+    assert [each.text for each in assumed_values(compiled.plan)] == ["v0 > 1000000.0 is False"] * 2
 
 
 def test_a_step_that_reads_numbers_is_not_recorded() -> None:

@@ -21,6 +21,7 @@ from memgraph.capture.capture import capture
 from memgraph.profile import measuring_room
 from passes import Stream
 from tests.support.allocator_meter import compiler, preloaded
+from tests.support.assumed_values import assumed_values
 from tests.support.counted_guards import Branching
 from tests.support.faults import ROOM
 from tests.support.smallest_budget import smallest_of
@@ -116,7 +117,7 @@ def test_a_value_that_returns_finds_its_plan() -> None:
         model.zero_grad()
         compiled(torch.randn(8, 16), mask).backward()
     assert len(compiled.plans) == 2
-    (guard,) = compiled.plan.assumptions
+    (guard,) = assumed_values(compiled.plan)
     assert guard.text == "the value is False"
     assert guard.where.startswith("test_value_guards.py:")
     assert guard.failures == 1  # the third step tried it, since it was the latest

@@ -44,7 +44,7 @@ def test_what_is_reloaded_is_freed_behind_its_last_use() -> None:
         adam.zero_grad()
         compiled(batch(seed)).backward()
         adam.step()
-    for step in compiled.__dict__["_kept"].steps.values():
+    for step in compiled.__dict__["_kept"].steps:
         for half in (step.parts.halves.forward, step.parts.halves.backward):
             assert all(node.target == node.name for node in half.graph.find_nodes(op="placeholder"))
     report = compiled.plan

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.guards import hashed_tuple
+from memgraph.guards.assumptions import ATTRIBUTES, TENSORS
 from memgraph.guards.attribute_guard import AttributeGuard
-from memgraph.guards.hashed_tuple import HashedTuple
 from memgraph.guards.owned_tensors import owned_tensors
 from memgraph.guards.signature import signature
 from tests.support.zoo import CASES, Case, fresh
@@ -52,23 +51,6 @@ def test_a_module_with_lists_of_its_own_is_asked() -> None:
     assert [id(parameter) for parameter in owned_tensors(module)[0]] == [id(module.weight)]
 
 
-def test_a_key_is_hashed_once_and_is_equal_to_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counts:
-        hashed = 0
-
-        def __hash__(self) -> int:
-            Counts.hashed += 1
-            return 7
-
-    plain = (1, Counts())
-    key = HashedTuple(plain)
-    known: dict[Any, str] = {key: "step"}
-    assert known[key] == known[key] == "step" and Counts.hashed == 1
-    as_plain: dict[Any, int] = {plain: 1}
-    assert key == plain and hash(key) == hash(plain) and as_plain[key] == 1
-    assert hashed_tuple.HashedTuple((1,)) != (2,)
-
-
 def test_the_tensors_of_a_key_are_the_same_object_until_they_differ() -> None:
     module = nn.Linear(2, 2)
     attributes = AttributeGuard(module)
@@ -77,7 +59,7 @@ def test_the_tensors_of_a_key_are_the_same_object_until_they_differ() -> None:
         return signature(module, [*module.parameters()], None, [], attributes)
 
     before, again = key(), key()
-    assert before == again and before[2] is again[2] and before[4] is again[4]
+    assert before == again and before[TENSORS] is again[TENSORS] and before[ATTRIBUTES] is again[ATTRIBUTES]
     module.weight.requires_grad_(False)
     fresh_key: Any = signature(module, [*module.parameters()], None, [])
-    assert key() != before and key()[2] == fresh_key[2]
+    assert key() != before and key()[TENSORS] == fresh_key[TENSORS]

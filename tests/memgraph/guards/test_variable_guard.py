@@ -299,19 +299,19 @@ def guard_of(module: nn.Module) -> AttributeGuard:
 def test_a_tensor_among_the_globals_is_not_kept_alive() -> None:
     module = Reading(lambda part, x: part.linear(x) * MASK)
     attributes = guard_of(module)
-    before, reference = attributes.key, weakref.ref(MASK)
+    before, reference = attributes.groups, weakref.ref(MASK)
     globals()["MASK"] = None
     gc.collect()
-    assert reference() is None and attributes.key != before
+    assert reference() is None and attributes.groups != before
 
 
 def test_equal_values_are_the_same_key() -> None:
     attributes = guard_of(Reading(lambda part, x: part.linear(x) * NUMBERS[0] * len(NAME)))
-    before = attributes.key
+    before = attributes.groups
     globals().update(NUMBERS=[1, 2], NAME="".join(["a"]))
-    assert attributes.key == before
+    assert attributes.groups == before
     globals().update(NUMBERS=[1, 2.0])
-    assert attributes.key != before
+    assert attributes.groups != before
 
 
 @pytest.mark.filterwarnings("ignore:.*were each captured")

@@ -137,7 +137,7 @@ def test_it_trains_validates_and_saves_as_without_it(kind: type[Called], precisi
     assert ours.seen == plain.seen
     same(ours, plain)
     assert callback._budget.compiled is not None
-    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
+    reports = [step.report for step in callback._budget.compiled._kept.steps]
     assert any(report.plan for report in reports) and all(report.counted for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= budget_of() for report in reports)
     saved = [torch.load(tmp_path / name / "step=4.ckpt", weights_only=True) for name in ("plain", "ours")]
@@ -167,7 +167,7 @@ def test_a_budget_below_the_states_offloads_them_and_trains_the_same(tmp_path: P
     ours = fitted(Wide, tmp_path / "ours", callback, accumulate_grad_batches=1)
     plain = fitted(Wide, tmp_path / "plain", accumulate_grad_batches=1)
     assert callback._budget.compiled is not None
-    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
+    reports = [step.report for step in callback._budget.compiled._kept.steps]
     assert any(isinstance(decision, Stream) for report in reports for decision in report.plan)
     assert all(report.measured is None or report.measured <= report.peak <= report.budget for report in reports)
     assert ours.seen == plain.seen

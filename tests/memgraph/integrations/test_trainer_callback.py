@@ -57,7 +57,7 @@ def test_it_trains_evaluates_saves_and_resumes_as_without_it(
     ours.train()
     assert history(ours) == history(theirs)
     assert callback.plan is not None and callback._budget.compiled is not None
-    reports = [step.report for step in callback._budget.compiled._kept.steps.values()]
+    reports = [step.report for step in callback._budget.compiled._kept.steps]
     assert any(report.plan for report in reports) and all(report.counted for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= budget for report in reports)
     again = trainer_of(

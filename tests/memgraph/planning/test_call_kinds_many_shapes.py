@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import graph_module
 
 import memgraph
-from memgraph.api import kept_steps
 from memgraph.capture import fake_tensors
+from memgraph.planning import variants
 from memgraph.profile import op_profiler
 
 
@@ -21,7 +21,7 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(op_profiler, "KNOWN", 10)
     monkeypatch.setattr(fake_tensors, "MAX_CACHED_OPS", 100)
-    monkeypatch.setattr(kept_steps, "NODES", 0)
+    monkeypatch.setattr(variants, "NODES", 0)
     compiled = memgraph.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), "1GB")
     FakeTensorMode.cache_clear()
     sources: list[int] = []
@@ -32,7 +32,7 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
         sources.append(len(texts) + len(graph_module._loader.eval_cache))
         assert len(FakeTensorMode.cache) <= 100
         assert len(op_profiler._known) <= 10
-    assert len(compiled._kept.steps) == kept_steps.PLANS
+    assert len(compiled._kept.steps) == variants.PLANS
     assert sources[-1] == sources[1]
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.api import kept_steps
 from memgraph.graph.captured import Captured
 from memgraph.options.compile_options import CompileOptions
-from memgraph.planning import capture_cache, capture_step, plan_cache, search
+from memgraph.planning import capture_step, plan_cache, search, variants
 from memgraph.planning.progress import Progress
 from memgraph.planning.search import PlanSearch
 from memgraph.planning.step_graph import Call
@@ -44,8 +43,8 @@ def budget_for(count: int, share: float = 0.8) -> int:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """The steps that were searched for; one step is kept."""
-    monkeypatch.setattr(kept_steps, "PLANS", 1)
-    monkeypatch.setattr(kept_steps, "NODES", 0)
+    monkeypatch.setattr(variants, "PLANS", 1)
+    monkeypatch.setattr(variants, "NODES", 0)
     found: list[Trace] = []
 
     def counted(trace: Trace, machine: Machine, **given: Any) -> PlanResult:
@@ -225,7 +224,7 @@ def test_captures_that_are_kept_are_bounded(searches: list[Trace], monkeypatch: 
     compiled: Any = memgraph.compile(net(), "1GB")
     step(compiled, rows(64))
     nodes = len(compiled._latest.parts.captured.graph.graph.nodes)
-    monkeypatch.setattr(capture_cache, "NODES", 2 * nodes)
+    monkeypatch.setattr(variants, "CAPTURED_NODES", 2 * nodes)
     for count in (62, 60, 58, 56):
         step(compiled, rows(count))
-    assert len(compiled._kept.captures) == 2
+    assert sum(bool(each.captured and not each.steps) for each in compiled._kept.variants) == 2

@@ -74,7 +74,7 @@ def test_what_is_measured_with_the_update_is_within_the_forecast(name: str) -> N
     for _ in range(2):  # the second accumulates
         compiled(batch()).backward()
     optimizer.step()
-    reports = [planned.report for planned in compiled._kept.steps.values()]
+    reports = [planned.report for planned in compiled._kept.steps]
     assert len(reports) == 2
     assert all(report.measured is not None and report.measured <= report.peak for report in reports)
 

@@ -100,9 +100,8 @@ def _trained(case: Case) -> list[Any]:
             pipe.step(**batch)
     wanted = dict(plain.named_parameters())
     wrong = [name for name, each in pipe.named_parameters() if not torch.equal(each.grad, wanted[name].grad)]  # type: ignore[arg-type]
-    plans = [
-        stage.plan.choice.plan for stages in next(iter(pipe._plans._plans.values())).stages.values() for stage in stages
-    ]
+    _, trained = pipe._plans._plans[0]
+    plans = [stage.plan.choice.plan for stages in trained.stages.values() for stage in stages]
     return [wrong, any(isinstance(each, Offload) for plan in plans for each in plan)]
 
 

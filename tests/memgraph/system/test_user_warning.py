@@ -33,6 +33,8 @@ def test_the_log_says_when_something_is_planned_and_when_nothing_is(caplog: pyte
             compiled.zero_grad()
     steps = [record.getMessage() for record in caplog.records if record.name == "memgraph.api.kept_steps"]
     said = [message.partition(" in ")[0] for message in steps]  # without lines of progress on a busy machine
-    assert said == ["the first call is captured, priced and planned", "planned"] + [
-        "a call unlike the 1 before it is captured, priced and planned", "planned",
+    assert said == [
+        "the first call is captured, priced and planned", "planned",
+        "a call unlike the 1 before it is captured, priced and planned: input is float32 3 x 4 on cpu, and was float32 "
+        "2 x 4 on cpu", "planned",
     ]  # fmt: skip

@@ -115,10 +115,10 @@ def test_what_makes_another_call_of_the_next_one_is_refused_and_taken_back(
 ) -> None:
     module = Leaving(then, **copy.deepcopy(attributes))
     attributes_of = AttributeGuard(module)
-    before = attributes_of.key
+    before = attributes_of.groups
     with pytest.raises(memgraph.CaptureError, match=says):
         memgraph.compile(module, ROOM)(X)
-    assert attributes_of.key == before
+    assert attributes_of.groups == before
 
 
 def test_a_layer_that_forward_makes_is_refused_until_it_is_there() -> None:

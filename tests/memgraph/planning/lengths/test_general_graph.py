@@ -121,7 +121,7 @@ def test_lengths_with_the_same_decisions_have_one_code(shared: Shared) -> None:
     model = Stack()
     step = memgraph.compile(model, accumulate=False)
     losses(model, (24, 21, 19, 23, 18), step)
-    forwards = [kept.parts.halves.forward.forward for kept in step._kept.steps.values()]
+    forwards = [kept.parts.halves.forward.forward for kept in step._kept.steps]
     assert len({forward.__code__ for forward in forwards[2:]}) == 1
 
 

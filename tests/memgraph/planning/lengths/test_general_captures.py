@@ -144,7 +144,7 @@ def test_lengths_stay_constants_where_the_graph_depends_on_values(
 ) -> None:
     torch.manual_seed(0)
     compiled = check(Branch(forward), [(torch.randn(n, 6),) for n in (9, 7, 6, 9, 8)])
-    assert traces.general == 0 and not compiled._kept.sizes._general
+    assert traces.general == 0 and not compiled._kept.general.of_lengths
 
 
 def test_conditions_on_values_are_checked_at_every_length(traces: Traces) -> None:
@@ -296,7 +296,7 @@ def test_gradients_with_hooks_stay_autograds_at_every_length() -> None:
             module(ids_of(length), ids_of(length)).backward()
             module.zero_grad()
     assert len(found) == 4 and found == expected
-    for step in compiled._kept.steps.values():
+    for step in compiled._kept.steps:
         graph = step.parts.captured.graph.graph
         assert "watched" in graph.output_node().meta["kinds"]
 

@@ -1,0 +1,100 @@
+"""Facts of a call in words: for `plan.assumptions`, and for why a call is captured again.
+
+(ARGUMENTS, 0)       ->   x: float32 8 x 128 on cpu
+(ATTRIBUTES, 914)    ->   layers.0.dropout.p: 0.1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .assumptions import ANY, ARGUMENTS, ATTRIBUTES, MODES, TENSORS, Assumptions, Facts, Place, TensorFact
+from .attribute_guard import AttributeGuard
+from .module_attributes import CONSTANTS
+
+KINDS = ("argument", "tensor", "mode", "attribute", "variable")
+MODE_NAMES = (
+    "a process group is initialized", "autocast", "the cache of autocast", "grad mode", "the default dtype",
+    "the default device", "global module hooks", "settings of kernels", "what the optimizer's step depends on",
+    "the outputs that backward starts from",
+)  # fmt: skip
+OWNED = 5  # what counts of a parameter or buffer
+
+
+class FactText(NamedTuple):
+    """One fact: whether it is of an argument, a tensor, ...; what has it, and what it is."""
+
+    kind: str
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class FactTexts:
+    """The words for the facts of one module's latest call, whose arguments have these names."""
+
+    module: nn.Module
+    attributes: AttributeGuard
+    arguments: Sequence[str]
+
+    def assumed(self, assumptions: Assumptions) -> Iterator[FactText]:
+        """Yield what a capture assumes, but for objects: their attributes are told of."""
+        for group, tokens in enumerate(assumptions.facts):
+            for index, token in enumerate(tokens):
+                if group in (ARGUMENTS, TENSORS, MODES) or _is_constant(token):
+                    text = token_text(token)
+                    if text and not (group == TENSORS and token is False) and (where := self.label((group, index))):
+                        yield FactText(KINDS[min(group, len(KINDS) - 1)], where, text)
+
+    def differences(self, assumptions: Assumptions, facts: Facts) -> list[str]:
+        """Return in what a call differs from what a capture assumes."""
+        texts: dict[str, str] = {}
+        for place in assumptions.differing(facts):
+            group, index = place
+            now, then = (token_text(each[group][index]) if index >= 0 else "" for each in (facts, assumptions.facts))
+            where = self.label(place)
+            if where not in texts:
+                texts[where] = f"{where} is {now}, and was {then}" if now and then else f"{where} has changed"
+        return [text for where, text in texts.items() if where]
+
+    def label(self, place: Place) -> str:
+        """Return what has a fact."""
+        group, index = place
+        if group == ARGUMENTS:
+            return self.arguments[index] if 0 <= index < len(self.arguments) else "the structure of the arguments"
+        if group == TENSORS:
+            owned = *self.module.named_parameters(), *self.module.named_buffers()
+            names = [name for name, _ in owned]
+            return names[index % len(names)] if names and index >= 0 else "the number of parameters and buffers"
+        if group == MODES:
+            return MODE_NAMES[index] if 0 <= index < len(MODE_NAMES) else "a mode of torch"
+        return self.attributes.label(place) if index >= 0 else KINDS[min(group - ATTRIBUTES, 1) + 3]
+
+
+def token_text(token: Hashable) -> str:
+    """Return a fact's value; empty for what has none that can be read, as an object that counts by identity."""
+    if isinstance(token, TensorFact):
+        return _tensor_text(token.shape, token.dtype, token.device, token.requires_grad)
+    if isinstance(token, tuple) and len(token) == OWNED:
+        shape, _, dtype, device, requires_grad = token
+        return _tensor_text(shape, dtype, device, requires_grad)
+    if isinstance(token, tuple) and len(token) == 2 and _is_constant(token):
+        kind, value = token
+        if value == ANY and kind in (int, float):
+            return f"any {kind.__name__}"
+        return str(value) if kind in (float, complex) else repr(value)
+    return str(token) if isinstance(token, bool | torch.dtype | torch.device) else ""
+
+
+def _is_constant(token: Hashable) -> bool:
+    return isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type) and token[0] in CONSTANTS
+
+
+def _tensor_text(shape: Sequence[Hashable], dtype: object, device: object, requires_grad: object) -> str:
+    sizes = " x ".join(map(str, shape)) or "scalar"
+    return f"{str(dtype).removeprefix('torch.')} {sizes} on {device}{', requires grad' if requires_grad else ''}"
