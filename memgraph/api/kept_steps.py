@@ -18,7 +18,6 @@ from ..graph.guard_ops import GuardFailed
 from ..guards.assumptions import ARGUMENTS, Assumptions, Place
 from ..guards.attribute_guard import AttributeGuard
 from ..guards.fact_texts import FactTexts
-from ..guards.owned_tensors import owned_tensors
 from ..guards.signature import has_gradients, signature
 from ..planning.call_kinds import CallKinds
 from ..planning.general_captures import GeneralCaptures
@@ -55,6 +54,7 @@ class KeptSteps:
         self._traced = set[Hashable]()  # kinds of calls whose submodules are all traced, as no plan fits otherwise
         self._has_warned = False
         self._parameters = tuple[int, ...]()  # those of the latest call, by their ids
+        self._owned_by: object = None  # the latest call, if it was with these
 
     @property
     def steps(self) -> list[Step]:
@@ -63,13 +63,13 @@ class KeptSteps:
 
     def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], CallFacts]:
         """Return all tensors that a call reads, and what decides which step runs it."""
-        parameters, buffers = owned_tensors(self.planner.module)
+        read = partial(signature, spec, leaves, self._attributes, (self.planner.state.key(), outputs))
+        facts = read()
+        parameters, buffers = self._attributes.owned
         self._drop_replaced(parameters)
-        owned = [*parameters, *buffers]
-        settings = self.planner.state.key(), outputs
-        facts = partial(signature, self.planner.module, owned, spec, leaves, self._attributes, settings)
         adds = bool(self.planner.options.accumulate) or has_gradients(parameters)
-        return [*owned, *tensors_of(leaves)], CallFacts(facts(), adds, outputs, facts, self._attributes.asked)
+        call = CallFacts(facts, adds, outputs, read, self._attributes.asked)
+        return [*parameters, *buffers, *tensors_of(leaves)], call
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts, run: Callable[[Step, list[float]], T]
@@ -180,24 +180,27 @@ class KeptSteps:
         Raises:
             UpdateError: gradients are wanted, and all of these are new to the optimizer.
         """
+        if self._attributes.owned_by is self._owned_by:
+            return
         ids = tuple(map(id, parameters))
-        if ids == self._parameters or not all(isinstance(each, nn.Parameter) for each in parameters):
+        if ids == self._parameters:
+            self._owned_by = self._attributes.owned_by
+            return
+        if not all(isinstance(each, nn.Parameter) for each in parameters):
             return
         updated = self.planner.state.updated_ids
         if torch.is_grad_enabled():
             self.planner.state.refuse_parameters(parameters)
         with PLANNING_LOCK:
             trained = {
-                variant: {id(one) for step in list(variant.steps.values()) for one in step.parts.trained}.difference(
-                    ids
-                )
+                variant: {id(one) for step in list(variant.steps.values()) for one in step.parts.trained} - {*ids}
                 for variant in self.variants
             }
             for variant in [variant for variant, others in trained.items() if not others <= updated]:
                 self.variants.drop(variant, self.planner.keeps_captures)
             self.planner.state.update.forget_removed()
             if not any(others & updated for others in trained.values()):
-                self._parameters = ids
+                self._parameters, self._owned_by = ids, self._attributes.owned_by
 
     def _check_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, call: CallFacts) -> None:
         """Make sure that a step has the graph of its capture, whatever other calls have written since."""

@@ -7,6 +7,7 @@ cleared_caches        how often caches of functions were emptied
 owned_tensors         parameters and buffers of a module, listed quickly
 attribute_guard       attributes and variables that forward may read, as groups of tokens
 module_attributes     a walk over the attributes of a module
+read_dicts            items of dicts, and whether they were replaced
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes, for captures of other calls
 what_ran              the functions that ran, and the variables outside of attributes that they refer to

@@ -26,6 +26,16 @@ ARGUMENTS, TENSORS, MODES, ATTRIBUTES = range(4)  # groups; behind them come var
 ANY = "any"  # in the place of a number
 
 
+class Layout(NamedTuple):
+    """A parameter or a buffer."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class TensorFact(NamedTuple):
     """A tensor among the arguments; `first` and `storage` are the first ones that are the same or share its storage."""
 

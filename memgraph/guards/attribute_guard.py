@@ -7,14 +7,17 @@ Later calls compare identities, and describe the values again only if one differ
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 
 from .assumptions import ATTRIBUTES, Group, Place
 from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
+from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
 from .what_ran import Reads
 
@@ -27,14 +30,40 @@ class AttributeGuard:
         self.variables = VariableGuard()
         self._walk: AttributeWalk | None = None
         self._ignored: frozenset[tuple[int, str]] = frozenset()
-        self._tensors: Group = ()
+        self._facts = TensorFacts([])
+        self._owned: tuple[list[ref[Tensor]], list[ref[Tensor]]] = ([], [])
+        self._owned_by: tuple[AttributeWalk | None, list[int]] = (None, [])
         self._asked: list[AttributeWalk] = []
 
-    def same_tensors(self, group: tuple[Hashable, ...]) -> Group:
-        """Return the facts of the module's tensors; those of the previous call if they are equal."""
-        if group != self._tensors:
-            self._tensors = group
-        return self._tensors
+    @property
+    def owned_by(self) -> object:
+        """An object that is another one once the module may own other tensors."""
+        return self._owned_by
+
+    @property
+    def owned(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters and buffers of the module, by the latest groups."""
+        walk = self._walk
+        versions = [] if walk is None else [*map(dict_version, walk.states)]
+        found = [[tensor for each in group if (tensor := each()) is not None] for group in self._owned]
+        is_same = self._owned_by == (walk, versions) and [*map(len, found)] == [*map(len, self._owned)]
+        parameters, buffers = found if walk is not None and is_same else owned_tensors(self.module)
+        if not is_same:
+            self._owned = [*map(ref, parameters)], [*map(ref, buffers)]  # so that no tensor is kept alive
+            self._owned_by = walk, versions
+        return parameters, buffers
+
+    @property
+    def tensors(self) -> Group:
+        """The facts of these; the same object as for the previous call if they are equal."""
+        parameters, buffers = self.owned
+        tensors = [*parameters, *buffers]
+        if not self._facts.hold(tensors):
+            facts = TensorFacts(tensors)
+            if facts.group == self._facts.group:
+                facts.group = self._facts.group
+            self._facts = facts
+        return self._facts.group
 
     def ignore(self, attributes: Iterable[tuple[nn.Module, str]]) -> bool:
         """Leave attributes of submodules out from now on; return True if any of them was there."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .assumptions import ANY, ARGUMENTS, ATTRIBUTES, MODES, TENSORS, Assumptions, Facts, Place, TensorFact
+from .assumptions import ANY, ARGUMENTS, ATTRIBUTES, MODES, TENSORS, Assumptions, Facts, Layout, Place, TensorFact
 from .attribute_guard import AttributeGuard
 from .module_attributes import CONSTANTS
 
@@ -23,7 +23,6 @@ MODE_NAMES = (
     "the default device", "global module hooks", "settings of kernels", "what the optimizer's step depends on",
     "the outputs that backward starts from",
 )  # fmt: skip
-OWNED = 5  # what counts of a parameter or buffer
 
 
 class FactText(NamedTuple):
@@ -78,11 +77,10 @@ class FactTexts:
 
 def token_text(token: Hashable) -> str:
     """Return a fact's value; empty for what has none that can be read, as an object that counts by identity."""
-    if isinstance(token, TensorFact):
-        return _tensor_text(token.shape, token.dtype, token.device, token.requires_grad)
-    if isinstance(token, tuple) and len(token) == OWNED:
-        shape, _, dtype, device, requires_grad = token
-        return _tensor_text(shape, dtype, device, requires_grad)
+    if isinstance(token, Layout | TensorFact):
+        sizes = " x ".join(map(str, token.shape)) or "scalar"
+        grad = ", requires grad" if token.requires_grad else ""
+        return f"{str(token.dtype).removeprefix('torch.')} {sizes} on {token.device}{grad}"
     if isinstance(token, tuple) and len(token) == 2 and _is_constant(token):
         kind, value = token
         if value == ANY and kind in (int, float):
@@ -93,8 +91,3 @@ def token_text(token: Hashable) -> str:
 
 def _is_constant(token: Hashable) -> bool:
     return isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type) and token[0] in CONSTANTS
-
-
-def _tensor_text(shape: Sequence[Hashable], dtype: object, device: object, requires_grad: object) -> str:
-    sizes = " x ".join(map(str, shape)) or "scalar"
-    return f"{str(dtype).removeprefix('torch.')} {sizes} on {device}{', requires grad' if requires_grad else ''}"

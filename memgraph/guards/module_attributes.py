@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
+from .read_dicts import ReadDicts
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
@@ -112,7 +113,11 @@ class AttributeWalk:
         self.in_dicts: dict[int, tuple[Any, Any]] = {}  # token of a number -> the dict that has it, its key there
         self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
         self._label: Label | None = None
+        self.states: list[dict[str, Any]] = []  # the parameters and buffers of each submodule that has some
         self._checks: list[Check] = []
+        self._dicts = ReadDicts()
+        self._typed: list[Any] = []  # objects whose class can be assigned
+        self._types: list[type] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
 
@@ -133,7 +138,7 @@ class AttributeWalk:
     def is_stale(self) -> bool:
         """Return True if anything that was read has changed."""
         try:
-            if any(self._empty):
+            if any(self._empty) or [*map(type, self._typed)] != self._types or self._dicts.have_changed():
                 return True
             for read, expected in self._checks:  # no generator: every call of the module comes by
                 if read() != expected:
@@ -165,6 +170,7 @@ class AttributeWalk:
             self.tokens.append(tuple(map(IdentityKey, values.values())))
         else:
             self.containers.append(values)
+            self.states.append(values)
             self._check(lambda: tuple(values))
             self.tokens.append(tuple(values))
 
@@ -205,8 +211,13 @@ class AttributeWalk:
         attributes = vars(module)
         names = tuple(name for name in attributes if name not in IGNORED and (id(module), name) not in self.ignored)
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
-        self._keep(read(attributes))
-        self._check(lambda: (type(module), len(attributes), *map(id, read(attributes))))
+        found = read(attributes)
+        self._keep(found)
+        self._note_type(module)
+        if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
+            self._check(lambda: (len(attributes), *map(id, read(attributes))))
+        else:
+            self._dicts.add(attributes, read, is_of_object=True)
         self.tokens += [IdentityKey(type(module)), names]
         is_owned = self.owned is None or id(module) in self.owned
         for name in (*STATE, *HOOKS):
@@ -251,8 +262,10 @@ class AttributeWalk:
             self._describe_container(thing, depth)
         attributes, named = getattr(thing, "__dict__", None), slots(kind)
         if isinstance(attributes, dict):
-            self._check(lambda: type(thing))  # it can be assigned, as that of a module can
-            self._describe_mapping(attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset())
+            self._note_type(thing)
+            self._describe_mapping(
+                attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset(), True
+            )
         if named:
             self._check(lambda: [id(getattr(thing, name, None)) for name in named])
             for name in named:
@@ -277,8 +290,10 @@ class AttributeWalk:
             for index, item in enumerate(thing):
                 self._describe_named(item, index, depth + 1)
 
-    def _describe_mapping(self, mapping: dict[Any, Any], depth: int, ignored: Set[str] = frozenset()) -> None:
-        self._check_mapping(mapping)
+    def _describe_mapping(
+        self, mapping: dict[Any, Any], depth: int, ignored: Set[str] = frozenset(), is_of_object: bool = False
+    ) -> None:  # fmt: skip
+        self._check_mapping(mapping, is_of_object)
         self.tokens.append(tuple(map(_item_key, mapping)))
         for name, value in mapping.items():
             if name in ignored:
@@ -288,16 +303,27 @@ class AttributeWalk:
             else:
                 self._describe_named(value, name, depth + 1)
 
-    def _check_mapping(self, mapping: dict[Any, Any]) -> None:
+    def _check_mapping(self, mapping: dict[Any, Any], is_of_object: bool = False) -> None:
         self._keep(mapping.values())
         self.containers.append(mapping)
-        self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
+        if type(mapping) is dict and not any(isinstance(each, Tensor) for each in mapping.values()):
+            self._dicts.add(mapping, _all_items, is_of_object)
+        else:
+            self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
+
+    def _note_type(self, thing: Any) -> None:
+        self._typed.append(thing)
+        self._types.append(type(thing))
 
     def _check(self, read: Callable[[], object]) -> None:
         self._checks.append(Check(read, read()))
 
     def _keep(self, things: Iterable[Any]) -> None:
         self._alive += [thing for thing in things if not isinstance(thing, Tensor)]
+
+
+def _all_items(mapping: dict[Any, Any]) -> tuple[Any, ...]:
+    return *mapping, *mapping.values()
 
 
 def _identities(state: Any) -> object:

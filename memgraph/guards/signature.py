@@ -19,6 +19,7 @@ from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
 from .assumptions import Facts, TensorFact
 from .attribute_guard import AttributeGuard
+from .owned_tensors import has_hooks, layout_of
 
 GLOBAL_HOOKS = (
     modules._global_forward_hooks, modules._global_forward_pre_hooks,
@@ -28,27 +29,17 @@ PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", 
 
 
 def signature(
-    module: nn.Module,
-    owned: Sequence[Tensor],
-    spec: Hashable,
-    leaves: Sequence[object],
-    attributes: AttributeGuard | None = None,
-    settings: Sequence[Hashable] = (),
+    spec: Hashable, leaves: Sequence[object], attributes: AttributeGuard, settings: Sequence[Hashable] = ()
 ) -> Facts:
     """Return the facts of a call. Arguments that are no tensors are in it by type and value.
 
     Args:
-        owned: the module's parameters and buffers.
-        attributes: the module's guard from the previous call.
+        attributes: of the module, from the previous call if there was one.
         settings: what else its step depends on.
     """
-    attributes = attributes or AttributeGuard(module)
-    return (
-        (*_arguments(leaves), spec),
-        attributes.same_tensors((*map(_tensor, owned), *map(type, owned), *map(has_hooks, owned))),
-        (in_process_group(), *_modes(), *settings),
-        *attributes.groups,
-    )
+    groups = attributes.groups
+    modes = in_process_group(), *_modes(), *settings
+    return (*_arguments(leaves), spec), attributes.tensors, modes, *groups
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
@@ -97,11 +88,6 @@ def in_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return True if the parameter has hooks on its gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
     """Return a key for each leaf. A tensor that is passed twice, or shares a storage, counts by its first position."""
     first: dict[tuple[str, int], int] = {}
@@ -115,16 +101,12 @@ def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
         storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
-        keys.append(TensorFact(same, storage, *_tensor(leaf)))
+        keys.append(TensorFact(same, storage, *layout_of(leaf)))
     return tuple(keys)
 
 
 def _constant(leaf: object) -> Hashable:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex | slice) else leaf  # 0.0 == -0.0
-
-
-def _tensor(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _modes() -> tuple[Hashable, ...]:

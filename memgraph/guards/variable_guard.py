@@ -7,11 +7,12 @@ Numbers, texts, containers and objects in them count by value, anything else by 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,7 +25,6 @@ from .variable_scope import OuterVariable, Scope
 from .what_ran import Reads
 
 Place = tuple[int, str]  # that of an `OuterVariable`
-CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 TOLD = (FunctionType, BuiltinFunctionType, type)  # count in installed packages too: someone may have replaced one
 
 
@@ -92,6 +92,7 @@ class VariableWalk(PlainWalk):
         self.reads = reads
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
+        self._referents: list[Any] = []  # of the functions: code, defaults and more
         self._classes: list[type] = []
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by the id of what has the variables
         for scope in reads.scopes:
@@ -99,7 +100,6 @@ class VariableWalk(PlainWalk):
         for function in reads.functions:
             self._labels.append((len(self.tokens), (None, f"the function {function.__qualname__}")))
             self.tokens += [IdentityKey(function), IdentityKey(function.__code__)]
-            self._keep(CODE(function))
             for defaults in (function.__defaults__, function.__kwdefaults__):
                 self.numbers.clear()
                 self._label = (None, f"the defaults of {function.__qualname__}")
@@ -108,7 +108,9 @@ class VariableWalk(PlainWalk):
         named = [(inside, tuple(names)) for inside, names in self._names.values()]
         self._mappings = [(inside, itemgetter(*names, names[0])) for inside, names in named if names]
         self._sized = [inside for inside, _ in named]
-        self._check(self._identities)
+        self._sizes = [*map(len, self._sized)]
+        self._found, self._referents = [*self._variables()], gc.get_referents(*reads.functions)
+        self._check(self._are_same)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
         """Return the variables that have other values than in an earlier walk."""
@@ -144,11 +146,15 @@ class VariableWalk(PlainWalk):
         counted = [name for name in sorted(content) if _counts(name, content[name], scope)]
         names = [name for name in counted if OuterVariable(scope, name).place not in ignored]
         self._keep(content.values())
+        tensors = [name for name in names if isinstance(content[name], Tensor)]  # which are not kept alive
+        plain = [name for name in names if name not in tensors]
+        if tensors:
+            self._check(lambda: [*map(id, map(scope.content().get, tensors))])
         if isinstance(owner, CellType):
-            self._cells += [owner] * len(names)
+            self._cells += [owner] * len(plain)
         else:
             inside = owner if isinstance(owner, dict) else vars(owner)
-            self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(names))
+            self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(plain))
         if isinstance(owner, type):
             self.tokens += map(IdentityKey, owner.__mro__)
             self._classes += [] if owner in self._classes else [owner]
@@ -163,13 +169,20 @@ class VariableWalk(PlainWalk):
             self.describe(content[name], DEPTH)
             self.described[variable] = tuple(self.tokens[begin:])
 
-    def _identities(self) -> object:
-        """Return the identities of all variables, in one function, since every call of the module comes by."""
-        cells = [id(cell.cell_contents) for cell in self._cells]
-        functions = [*map(id, chain.from_iterable(map(CODE, self.reads.functions)))]
-        classes = [id(kind.__mro__) for kind in self._classes]
-        found = [[*map(id, get(inside))] for inside, get in self._mappings]
-        return cells, functions, classes, [*map(len, self._sized)], found
+    def _variables(self) -> Iterator[Any]:
+        """Yield what the variables hold, and the bases of classes; no tensors."""
+        return chain(
+            (cell.cell_contents for cell in self._cells),
+            (kind.__mro__ for kind in self._classes),
+            chain.from_iterable(get(inside) for inside, get in self._mappings),
+        )
+
+    def _are_same(self) -> bool:
+        """Return True if all variables and functions hold the same objects, and tell no audit hook of it."""
+        referents = gc.get_referents(*self.reads.functions)
+        if [*map(len, self._sized)] != self._sizes or len(referents) != len(self._referents):
+            return False
+        return all(map(is_, self._variables(), self._found)) and all(map(is_, referents, self._referents))
 
 
 def _is_small(thing: Any) -> bool:

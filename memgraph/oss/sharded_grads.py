@@ -18,7 +18,7 @@ from passes.ir.machine import CAST_WORKSPACE
 from passes.shards import Bucket, ShardRange
 
 from ..errors import ShardError
-from ..guards.signature import has_hooks
+from ..guards.owned_tensors import has_hooks
 from .comm import shared_memory
 from .comm.exchange import BucketComm
 from .grad_presence import DENSE, SHARDED

@@ -18,7 +18,8 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from ..errors import MemgraphError
 from ..graph.captured import Output
-from ..guards.signature import has_hooks, in_process_group
+from ..guards.owned_tensors import has_hooks
+from ..guards.signature import in_process_group
 from ..profile.memory_meter import resident_bytes
 from ..report.report import Report
 from ..system.device import CPU

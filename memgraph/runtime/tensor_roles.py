@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..graph.captured import Captured, Output
-from ..guards.signature import has_hooks
+from ..guards.owned_tensors import has_hooks
 
 Key = tuple[str, str, int]  # kind, name and index of an input
 

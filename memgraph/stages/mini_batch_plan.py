@@ -89,7 +89,7 @@ class KeptPlans:
     """The plans of the latest kinds of mini-batches of a module, by what they assume of a call."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._attributes = module, AttributeGuard(module)
+        self._attributes = AttributeGuard(module)
         self._plans: list[tuple[Assumptions, MiniBatchPlan]] = []  # the latest last
         self._warned = False
 
@@ -126,5 +126,4 @@ class KeptPlans:
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
         leaves, spec = flatten((args, kwargs))
-        owned = [*self.module.parameters(), *self.module.buffers()]
-        return signature(self.module, owned, spec, leaves, self._attributes)
+        return signature(spec, leaves, self._attributes)

@@ -40,6 +40,8 @@ NAMES: Mapping[str, str] = {
     "torch._guards.tracing": "kernels that a user compiled want to find the trace's fake mode",
     "torch._dispatch.python.enable_python_dispatcher": "descriptions of ops in Python take symbols for sizes",
     "torch._dynamo.source.ConstantSource": "the name of a symbol for a size",
+    "torch._C._dynamo.guards.dict_version": "a dict that was not written to is not read again",
+    "torch._C._dynamo.guards.TensorGuards": "the parameters of a call are compared with those of the last one",
     "torch._dynamo": "modules that a user compiled run as they are while a step is traced",
     "torch._dynamo.OptimizedModule": "recognizes modules that a user compiled",
     "torch._dynamo.config": "holds `error_on_nested_fx_trace`",
