@@ -143,12 +143,15 @@ class KeptSteps:
 
     def _added(self, call: CallFacts, step: Step, preferred: tuple[str, ...]) -> Found:
         """Add the variant of a new step, and return it with the floats that it takes of the call."""
-        captured = step.parts.captured
+        captured, is_less = step.parts.captured, False
         self._attributes.grow(captured.reads)
         if not captured.float_values:  # their places would be others
-            self._attributes.ignore([each for part in captured.opaque for each in part.changed_attributes])
-            self._attributes.ignore_changed_variables(call.walks)
+            changed = [each for part in captured.opaque for each in part.changed_attributes]
+            is_less = self._attributes.ignore(changed)
+            is_less = self._attributes.ignore_changed_variables(call.walks) or is_less
         facts = call.read()
+        if not is_less:  # another thread may have changed something since the call began
+            facts = (*call.facts, *facts[len(call.facts) :])
         places = [*captured.float_values, *self._counted(captured)]
         assumptions = Assumptions.of(facts, places)
         variant = Variant(assumptions, captured.unsliced, captured.guards, preferred, {call.adds: step})

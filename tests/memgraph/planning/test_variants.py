@@ -90,6 +90,21 @@ def test_the_log_says_in_what_a_call_differs_from_the_most_similar_one(
     assert len(said) == 1 and says in said[0].partition("planned: ")[2]
 
 
+def test_what_changes_while_a_call_is_planned_counts_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = memgraph.compile(Scaled(), ROOM)
+    planner, x = compiled.__dict__["_kept"].planner, torch.ones(2, 4)
+    real = planner.step
+
+    def changing(*given: Any) -> Any:
+        step = real(*given)
+        compiled.alpha = 2.0  # as another thread may
+        return step
+
+    monkeypatch.setattr(planner, "step", changing)
+    before = compiled(x)
+    assert torch.equal(compiled(x), 4.0 * before) and torch.equal(compiled(x), compiled._module(x))
+
+
 def rests_on(report: Report) -> dict[str, tuple[str, str]]:
     return {each.where: (each.kind, each.text) for each in report.assumptions}
 
