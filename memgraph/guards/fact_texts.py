@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ def token_text(token: Hashable) -> str:
         sizes = " x ".join(map(str, token.shape)) or "scalar"
         grad = ", requires grad" if token.requires_grad else ""
         return f"{str(token.dtype).removeprefix('torch.')} {sizes} on {token.device}{grad}"
-    if isinstance(token, tuple) and len(token) == 2 and _is_constant(token):
+    if _is_constant(token):
         kind, value = token
         if value == ANY and kind in (int, float):
             return f"any {kind.__name__}"
@@ -89,5 +89,5 @@ def token_text(token: Hashable) -> str:
     return str(token) if isinstance(token, bool | torch.dtype | torch.device) else ""
 
 
-def _is_constant(token: Hashable) -> bool:
+def _is_constant(token: Hashable) -> TypeGuard[tuple[type, Any]]:
     return isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type) and token[0] in CONSTANTS
