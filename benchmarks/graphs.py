@@ -8,7 +8,6 @@ A100's. A decomposed graph (-d) is traced with torch's core-aten decompositions.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -88,8 +87,7 @@ def unwritten(make: Callable[[], nn.Module]) -> nn.Module:
 def decomposing() -> Iterator[None]:
     """Make capture decompose every op into core-aten ops."""
     decomposed = partial(make_fx, decomposition_table=core_aten_decompositions())  # type: ignore[arg-type]
-    uncached = mock.patch.dict(os.environ, MEMGRAPH_CAPTURE_CACHE="0")  # a kept capture is of the plain graph
-    with uncached, mock.patch.object(trace_joint, "make_fx", decomposed):
+    with mock.patch.object(trace_joint, "make_fx", decomposed):
         yield
 
 

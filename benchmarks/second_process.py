@@ -3,7 +3,7 @@
     python -m benchmarks.second_process [--layers 12] [--length 128] [--share 0.6]
 
 The budget is parameters, buffers and batch, and a share of the step's peak above them without a plan. Prices of ops are
-measured before; captures and plans are not on disk in the first process. Times are CPU times, which other work on the
+measured before; plans are not on disk in the first process. Times are CPU times, which other work on the
 machine hardly changes.
 """
 
@@ -28,7 +28,6 @@ from benchmarks.phases import Phases
 
 PHASES = {  # function that takes the time -> what it does; the rest counts for the function that calls it
     ("memgraph.planning.capture_step", "captured_call"): "capture",
-    ("memgraph.capture.trace_call", "find_capture"): "capture: rehearsed and read",
     ("memgraph.planning.pricing.Pricing", "__call__"): "price",
     ("memgraph.planning.search.PlanSearch", "__call__"): "plan",
     ("memgraph.planning.later_step.LaterStep", "accumulated"): "plan the call that adds to gradients",
@@ -41,10 +40,9 @@ def main(layers: int = 12, length: int = 128, share: Annotated[float, typer.Opti
     """Print the seconds of each phase in both processes."""
     with tempfile.TemporaryDirectory() as folder:
         _process(folder, layers, length, share)  # measures prices and links
-        for kept in (*Path(folder).glob("captures*"), *Path(folder).glob("plans*")):
+        for kept in Path(folder).glob("plans*"):
             kept.unlink()
         results = {name: _process(folder, layers, length, share) for name in ("first", "second")}
-        results["second, opted out"] = _process(folder, layers, length, share, MEMGRAPH_CAPTURE_CACHE="0")
     names = list(dict.fromkeys(name for result in results.values() for name in result if name != "bits"))
     table = Table("CPU seconds", *(f"{name} process" for name in results), box=None, title=loop_text())
     for name in names:

@@ -1,6 +1,5 @@
 """Trace a call of a module into one functional graph of forward and backward.
 
-saved                 captures of earlier processes
 capture               capture(): the whole way, as below
 tracer                trace a call until its values and opaque submodules are known
 trace_call            trace a call once, and make its graph

@@ -1,8 +1,6 @@
 """Trace a call once, and make the graph of its step.
 
-    call   ->   first trace   ->   functional graph   ->   final graph   ->   Captured
-
-A graph that an earlier process has made of this call is read instead.
+call   ->   first trace   ->   functional graph   ->   final graph   ->   Captured
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from .functionalize import functionalize
 from .joint.trace_joint import trace_joint
 from .python_state.refuse_reseeding import refuse_reseeding
 from .python_state.refused_draws import refuse_python_random
-from .saved.capture_files import call_kind, find_capture, keep_capture
-from .saved.op_log import OpLog
 from .sizes.size_inputs import SizeInputs, name_sizes
 from .values.value_run import ValueRun
 
@@ -65,11 +61,7 @@ def trace_call(
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = request.grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    is_plain = floats is None and sizes is None and values is None and recorder is None
-    kind = call_kind(call, grad, wanted) if is_plain else ""
-    if (found := find_capture(kind, call, grad, wanted)) is not None:
-        return assemble(*found, wanted)
-    log, answers = OpLog(is_kept=bool(kind)), values.answers if values is not None else None
+    answers = values.answers if values is not None else None
     mode = ConstantFakeMode(floats is not None, answers, has_numbers, sizes)
     with (
         fake_mode_context(mode),
@@ -78,14 +70,13 @@ def trace_call(
         explain_error(module, mode),
     ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted, log, recorder)
+            joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, call)
         copy_only_inputs(functional.graph.graph, mode)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
         if sizes is not None:
             name_sizes(graph.graph)
-    keep_capture(kind, log, graph)
     captured = assemble(joint, graph, wanted)
     if values is not None or recorder is not None:
         captured = with_guards(captured, values, recorder, call.tensors)

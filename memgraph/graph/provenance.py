@@ -112,10 +112,6 @@ class ProvenanceTracer:
             error.__dict__[PATH] = self.place.partition(" ")[0]
             raise
 
-    def here(self) -> tuple[str, str, int]:
-        """Return phase, place and micro-batch of the op that runs."""
-        return self.phase, self._place(), _part.get()
-
     def _place(self) -> str:
         return f"{self.running[-1]} {user_line(sys._getframe())}".strip() if self.phase == "forward" else ""
 

@@ -29,7 +29,6 @@ from ..fake_tensors import make_fake
 from ..python_state.counted_numbers import ChangedNumbers, Place
 from ..python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
 from ..python_state.watched_python import WatchedPython
-from ..saved.op_log import OpLog
 from ..sizes.whole_slices import drop_whole_slices
 from .eager_behavior import eager_behavior
 from .joint_graph import JointGraph
@@ -37,25 +36,22 @@ from .traced_step import TracedStep
 
 
 def trace_joint(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog, recorder: Recorder | None = None
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None = None
 ) -> JointGraph:
     """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
 
-    Submodules whose calls were recorded are opaque. If the log is a rehearsal, the graph is empty.
+    Submodules whose calls were recorded are opaque.
     """
     with eager_behavior(call, mode) as before:
         traced = partial(_traced, call, mode, wanted, before, recorder)
-        step, graph = traced(log)
+        step, graph = traced()
         counted: tuple[Place, ...] = ()
         if step.python.changed is not None:
             counted = step.python.changed.places
             step, graph = _counted(traced, step, graph, step.python.changed)
-            log.compare(step.log)
-        again = log.again()
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
-        trace_again = None if mode.sizes is not None else lambda: _facts(*traced(again, counted))
+        trace_again = None if mode.sizes is not None else lambda: _facts(*traced(counted))
         refuse_side_effects(before, _facts(step, graph), trace_again)
-        log.compare(again)
         writes = step.python.writes(mode.has_floats)
         reads = before.outer.ran.reads(before.outer.changes(step.python.after.outer))
         if mode.sizes is not None:
@@ -66,7 +62,7 @@ def trace_joint(
 
 
 def _counted(
-    traced: Callable[[OpLog, Sequence[Place]], tuple[TracedStep, fx.GraphModule]],
+    traced: Callable[[Sequence[Place]], tuple[TracedStep, fx.GraphModule]],
     step: TracedStep,
     graph: fx.GraphModule,
     changed: ChangedNumbers,
@@ -75,7 +71,7 @@ def _counted(
     if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
         raise changed.error  # they run before the numbers are counted
     try:
-        counted, other = traced(step.log.again(), changed.places)
+        counted, other = traced(changed.places)
         is_same = is_same_step(_facts(step, graph), _facts(counted, other))
     except Exception as error:
         raise changed.error from error
@@ -86,10 +82,10 @@ def _counted(
 
 def _traced(
     call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None,
-    log: OpLog, counted: Sequence[Place] = (),
+    counted: Sequence[Place] = (),
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted), log)
+    step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted))
     if recorder is not None:
         step.parts = TracedParts(recorder)
     with step.provenance.tracking(), mode.tracing():

@@ -23,7 +23,6 @@ from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import own_gradients, real_tensors
 from ..python_state.watched_python import WatchedPython
-from ..saved.op_log import OpLog
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
 from ..values.tensor_reads import answering
@@ -46,10 +45,8 @@ from .results import differentiable, references
 class TracedStep:
     """The function that is traced."""
 
-    def __init__(
-        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, python: WatchedPython, log: OpLog
-    ) -> None:
-        self.call, self.mode, self.wanted, self.python, self.log = call, mode, wanted, python, log
+    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, python: WatchedPython) -> None:
+        self.call, self.mode, self.wanted, self.python = call, mode, wanted, python
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -75,13 +72,6 @@ class TracedStep:
         )  # fmt: skip
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
-        with self.log.recording(values, self.provenance.here):
-            results = self._run(values)
-            facts = self.inputs, self.outputs, tuple(self.assigned), self.differentiable, sorted(self.rewritten.items())
-            self.log.end(results, *facts)
-        return [] if self.log.is_rehearsal else results
-
-    def _run(self, values: Sequence[Tensor]) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
@@ -92,7 +82,7 @@ class TracedStep:
         self.numbers.tracer = tracer
         numbers = self.numbers if self.mode.has_numbers else None
         with (
-            own_gradients(self.call.module, lambda: (*self.log.constants, *real_tensors(tracer))),
+            own_gradients(self.call.module, lambda: real_tensors(tracer)),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
             refuse_read_gradients(self.inputs, values),
             self._running(values),

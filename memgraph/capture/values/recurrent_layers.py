@@ -33,11 +33,6 @@ class UnrollNeeded(Exception):
     """A layer has to be traced op by op, for its gradients to be added up in eager's order."""
 
 
-def layers_are_whole() -> bool:
-    """Return True if recurrent layers are traced as one op each."""
-    return _are_whole.get()
-
-
 @contextmanager
 def whole_layers(are_whole: bool) -> Iterator[None]:
     """Trace layers in the block as one op each, if they are whole."""
