@@ -32,7 +32,6 @@ from ..runtime.step import Step
 from ..system.locks import read_when_not_capturing
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
-from ..tensors.pytree import flatten
 from .kept_steps import KeptSteps
 
 LOG = logging.getLogger(__name__)
@@ -145,13 +144,12 @@ class CompiledModule(ModuleProxy):
         self.__dict__["_calls"] += 1
         refuse_transforms()
         self.refuse_partial_update()
-        leaves, spec = flatten((args, kwargs))
-        tensors, call = read_when_not_capturing(self._module, lambda: self._kept.read(spec, leaves, self._outputs))
-        refuse_duals(tensors)
-        return self._kept.run(args, kwargs, call, partial(self._run, args, kwargs, tensors))
+        call = read_when_not_capturing(self._module, lambda: self._kept.read(args, kwargs, self._outputs))
+        refuse_duals(call.tensors)
+        return self._kept.run(args, kwargs, call, partial(self._run, args, kwargs))
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], step: Step, floats: list[float]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, tensors: list[Tensor], floats: list[float]
     ) -> Any:
         """Run the step of a call.
 
@@ -167,8 +165,9 @@ class CompiledModule(ModuleProxy):
             self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes
         outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
         advance(self._module, captured.counters)
-        self._kept.writes.advance(captured.writes)
-        return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
+        fill = captured.fill(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors, floats)
+        captured.writes.apply(fill)
+        return captured.result(fill)
 
     def _plan_outputs(self, outputs: OutputSelector) -> None:
         """Plan later calls for a loss of these outputs."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +18,10 @@ from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed
 from ..guards.assumptions import ARGUMENTS, Assumptions, Place
 from ..guards.attribute_guard import AttributeGuard
+from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.fact_texts import FactTexts
 from ..guards.signature import has_gradients, signature
+from ..guards.written_attributes import call_leaves
 from ..planning.call_kinds import CallKinds
 from ..planning.general_captures import GeneralCaptures
 from ..planning.planner import Planner
@@ -29,8 +32,7 @@ from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.pytree import Spec, tensors_of
-from .pending_writes import PendingWrites
+from ..tensors.pytree import tensors_of
 
 LOG = logging.getLogger(__name__)
 SHOWN = 3  # differences that are named when a call is captured again
@@ -44,12 +46,11 @@ class KeptSteps:
     Attributes:
         variants: its captures, with what they assume and their steps.
         general: captures with symbols for lengths.
-        writes: what eager would have written to attributes.
     """
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self.variants, self.general, self.writes = Variants(), GeneralCaptures(), PendingWrites()
+        self.variants, self.general = Variants(), GeneralCaptures()
         self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
         self._traced = set[Hashable]()  # kinds of calls whose submodules are all traced, as no plan fits otherwise
         self._has_warned = False
@@ -61,19 +62,20 @@ class KeptSteps:
         """All steps, the least recently used first."""
         return self.variants.steps
 
-    def read(self, spec: Spec, leaves: Sequence[object], outputs: OutputSelector) -> tuple[list[Tensor], CallFacts]:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> CallFacts:
         """Return all tensors that a call reads, and what decides which step runs it."""
-        read = partial(signature, spec, leaves, self._attributes, (self.planner.state.key(), outputs))
-        facts = read()
+        leaves, spec = call_leaves(self.planner.module, args, kwargs)
+        facts = signature(spec, leaves, self._attributes, (self.planner.state.key(), outputs))
         parameters, buffers = self._attributes.owned
         self._drop_replaced(parameters)
         adds = bool(self.planner.options.accumulate) or has_gradients(parameters)
-        call = CallFacts(facts, adds, outputs, read, self._attributes.asked)
-        return [*parameters, *buffers, *tensors_of(leaves)], call
+        tensors, read = [*parameters, *buffers, *tensors_of(leaves)], partial(self.read, args, kwargs, outputs)
+        return CallFacts(facts, tensors, adds, outputs, read, self._attributes.asked)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts, run: Callable[[Step, list[float]], T]
-    ) -> T:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts,
+        run: Callable[[Step, list[Tensor], list[float]], T],
+    ) -> T:  # fmt: skip
         """Run a call with one step after the other, until the guards of one hold."""
         while True:
             found, is_traced = self.variants.find(call), False
@@ -81,24 +83,34 @@ class KeptSteps:
             if found is None or step is None or step.needs_replan:
                 with PLANNING_LOCK:
                     found, step, is_traced = self._planned(args, kwargs, call)
-            self._check_writes(args, kwargs, step, call)
+                call = replace(call.read(), rejected=call.rejected, found=call.found)  # it may have more arguments now
+            captured = step.parts.captured
+            before = AttributeSnapshot(self.planner.module) if is_traced and captured.writes.repeats else None
             try:
-                result = run(step, found.floats)
+                result = run(step, call.tensors, found.floats)
             except GuardFailed as failure:
                 if is_traced and call.rejected:
                     refuse_unstable(failure)
                 call = call.after(failure)
                 continue
             self.variants.note_use(found.variant, call.adds)
+            if before is not None and found.variant.assumptions.holds(call.facts):
+                self._share(found.variant, captured, before, call)
             return result
+
+    def _share(self, variant: Variant, captured: Captured, before: AttributeSnapshot, call: CallFacts) -> None:
+        """Let a variant serve the calls that find its writes in place, if nothing else has changed meanwhile."""
+        changed = {*before.changes(AttributeSnapshot(self.planner.module))}
+        if changed <= {write.where for write in captured.writes.items} and not captured.float_values:
+            assumptions = Assumptions.of(call.read().facts, self._counted(captured))
+            self.variants.add(replace(variant, assumptions=assumptions))
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> tuple[Found, Step, bool]:
         """Return what serves a call, planned now, its step, and whether the call was traced for it."""
         found, is_traced = self.variants.find(call), False  # another thread may have planned it by now
         step = None if found is None else found.step
         if found is None or step is None:
-            with self.writes.in_place():
-                step, preferred, is_traced = self._new_step(args, kwargs, call, found and found.variant)
+            step, preferred, is_traced = self._new_step(args, kwargs, call, found and found.variant)
             if found is None or not self.planner.keeps_captures:
                 found = self._added(call, step, preferred)
             texts = self._texts(args, kwargs, call).assumed(found.variant.assumptions)
@@ -149,7 +161,7 @@ class KeptSteps:
             changed = [each for part in captured.opaque for each in part.changed_attributes]
             is_less = self._attributes.ignore(changed)
             is_less = self._attributes.ignore_changed_variables(call.walks) or is_less
-        facts = call.read()
+        facts = call.read().facts
         if not is_less:  # another thread may have changed something since the call began
             facts = (*call.facts, *facts[len(call.facts) :])
         places = [*captured.float_values, *self._counted(captured)]
@@ -204,10 +216,6 @@ class KeptSteps:
             self.planner.state.update.forget_removed()
             if not any(others & updated for others in trained.values()):
                 self._parameters, self._owned_by = ids, self._attributes.owned_by
-
-    def _check_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, call: CallFacts) -> None:
-        """Make sure that a step has the graph of its capture, whatever other calls have written since."""
-        self.writes.check(step.parts.captured.writes, partial(self.planner.captured, args, kwargs, call.outputs))
 
     def _log_reason(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts, known: Variant | None

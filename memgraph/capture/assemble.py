@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, fx
 
-from ..graph.captured import Captured
+from ..graph.captured import Captured, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
 from ..graph.opaque_ops import with_parts
 from ..opaque.recorder import Recorder
 from ..tensors.loss_outputs import OutputSelector, select_losses
+from ..tensors.traced_number import is_traced
 from .floats.float_inputs import FloatInputs
 from .joint.joint_graph import JointGraph
 from .values.value_run import ValueRun
@@ -43,9 +45,17 @@ def with_guards(
 
 
 def with_floats(captured: Captured, floats: FloatInputs) -> Captured:
-    """Add the floats of the call that are inputs, and the values for which the graph would be another."""
-    inputs, special_values = float_inputs(captured.graph.graph), tuple(floats.trace.special_values)
-    return replace(captured, floats=inputs, special_values=special_values)
+    """Add the floats of the call that ops read or attributes get, and values for which the graph would be another."""
+    inputs = [*float_inputs(captured.graph.graph)]
+
+    def leaf(value: Any) -> Any:
+        if not is_traced(value):
+            return value
+        inputs.append(value.node)
+        return Ref("float", len(inputs) - 1)
+
+    writes, special_values = captured.writes.at(leaf), tuple(floats.trace.special_values)
+    return replace(captured, floats=tuple(inputs), special_values=special_values, writes=writes)
 
 
 def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:

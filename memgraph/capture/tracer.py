@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
 from ..graph.captured import Captured
+from ..guards.written_attributes import HeldNeeded
 from ..opaque.chosen_parts import OpaqueParts
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
@@ -62,6 +63,8 @@ class Tracer:
                     return self._traced(wanted)
             except UnrollNeeded:
                 self.unrolls = True
+            except HeldNeeded:
+                pass  # the next trace takes their tensors as arguments
             except ValuesNeeded as error:
                 if sizes is not None and self.values is not None:
                     raise  # such a call is captured with constant sizes
@@ -90,7 +93,7 @@ class Tracer:
             if not checks.found:
                 return captured
             needed = f"the type or identity of one may be checked at {checks.found}"
-        except UnrollNeeded:
+        except (UnrollNeeded, HeldNeeded):
             raise
         except Exception as error:  # the trace with numbers will say what is wrong with the call
             needed = f"{error.__cause__ or error}"

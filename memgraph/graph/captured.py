@@ -5,7 +5,7 @@ placeholders `inputs`  ->  forward ops, backward ops  ->  results `outputs`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -51,7 +51,8 @@ class Captured:
     Parts of the module that run as they are: `opaque`.
 
     `counters` are numbers on the module that forward changes, and on which the graph does not depend. `writes` are what
-    it changes of attributes besides. Outside of attributes, the graph rests on what its code `reads`.
+    it changes of attributes besides, with a `Ref` in place of each tensor.
+    Outside of attributes, the graph rests on what its code `reads`.
 
     `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
 
@@ -133,14 +134,28 @@ class Captured:
         """Return the step as it was captured."""
         return self.whole or self
 
-    def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """Return the module's result for the graph's outputs and the real tensors that it read."""
-        tensors = {"output": outputs, "input": inputs}
-        returned: dict[Ref, Any] = {}  # a tensor that is returned twice is one object
-        for leaf in self.leaves:
-            if isinstance(leaf, Ref) and leaf not in returned:
-                returned[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
-        return unflatten([returned[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec)
+    def fill(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], floats: Sequence[float] = ()
+    ) -> Callable[[Any], Any]:
+        """Return a function from a leaf of the result, or of a write, to what is returned, or written.
+
+        Args:
+            outputs: of the graph.
+            inputs: the real tensors that it read.
+        """
+        given: Mapping[str, Sequence[Any]] = {"output": outputs, "input": inputs, "float": floats}
+        made: dict[Ref, Any] = {}  # a tensor that is returned twice is one object
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Ref) and leaf not in made:
+                made[leaf] = leaf.of(given[leaf.kind][leaf.index])
+            return made[leaf] if isinstance(leaf, Ref) else leaf
+
+        return filled
+
+    def result(self, fill: Callable[[Any], Any]) -> Any:
+        """Return the module's result."""
+        return unflatten([*map(fill, self.leaves)], self.spec)
 
 
 @dataclass(frozen=True)
@@ -171,14 +186,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in the module's result: an output of the graph, or an input, possibly viewed; or the number in it."""
+    """A tensor in the module's result: an output of the graph, or an input, possibly viewed; or the number in it.
 
-    kind: Literal["output", "input"]
+    What attributes get may also be a float of the call.
+    """
+
+    kind: Literal["output", "input", "float"]
     index: int
     view: View | None = None
     is_number: bool = False
 
-    def of(self, tensor: Tensor) -> Any:
+    def of(self, tensor: Any) -> Any:
+        if self.kind == "float":
+            return tensor
         if self.is_number:
             return tensor.item()
         return tensor if self.view is None else self.view.on(tensor)

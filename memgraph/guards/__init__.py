@@ -9,7 +9,8 @@ attribute_guard       attributes and variables that forward may read, as groups 
 module_attributes     a walk over the attributes of a module
 read_dicts            items of dicts, and whether they were replaced
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
-attribute_writes      what a forward writes to attributes, for captures of other calls
+attribute_writes      what a forward writes to attributes
+written_attributes    which of these no call reads, and which tensors are arguments
 what_ran              the functions that ran, and the variables outside of attributes that they refer to
 code_reads            the names in one code object
 found_functions       the function that code belongs to

@@ -20,6 +20,7 @@ from .module_proxy import all_submodules
 from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
 from .what_ran import Reads
+from .written_attributes import written_attributes
 
 
 class AttributeGuard:
@@ -30,6 +31,8 @@ class AttributeGuard:
         self.variables = VariableGuard()
         self._walk: AttributeWalk | None = None
         self._ignored: frozenset[tuple[int, str]] = frozenset()
+        self._written = written_attributes(module)
+        self._written_keys = self._written.keys
         self._facts = TensorFacts([])
         self._owned: tuple[list[ref[Tensor]], list[ref[Tensor]]] = ([], [])
         self._owned_by: tuple[AttributeWalk | None, list[int]] = (None, [])
@@ -71,6 +74,13 @@ class AttributeGuard:
         changes = new != self._ignored
         if changes:
             self._ignored, self._walk = new, None
+        return self._ignore_written() or changes
+
+    def _ignore_written(self) -> bool:
+        """Leave out what captured calls write and the facts of arguments have, or nothing reads."""
+        changes = self._written_keys is not self._written.keys
+        if changes:
+            self._written_keys, self._walk = self._written.keys, None
         return changes
 
     def grow(self, reads: Reads) -> bool:
@@ -80,10 +90,11 @@ class AttributeGuard:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The tokens of the attributes, and of what each capture was the first to read; the same if nothing changed."""
+        self._ignore_written()
         walk = self._walk
         if walk is None or walk.is_stale():
             owned = {id(part) for _, part in all_submodules(self.module)}
-            self._walk = walk = AttributeWalk(ignored=self._ignored, owned=owned)
+            self._walk = walk = AttributeWalk(ignored=self._ignored | self._written_keys, owned=owned)
             walk.describe(self.module, 0)
         self._asked = [walk, *self.variables.walks]
         return tuple(each.group for each in self._asked)

@@ -8,15 +8,15 @@ Capture runs forward on fake tensors, and must leave the module as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
+from ..tensors.traced_number import TracedFloat, TracedInt
 from .containers import RESTORED, has_same_items, items_of, restore_container
 from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
@@ -25,7 +25,6 @@ from .what_ran import WhatRan
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
-PENDING = ContextVar[Set[tuple[int, Any]]]("PENDING", default=frozenset())  # items in place for a block: container, key
 COUNTERS = (bool, int, float, str)
 
 
@@ -37,12 +36,18 @@ class AttributeSnapshot:
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), ran: WhatRan | None = None) -> None:
         self.outer = OuterSnapshot(ran, inputs)
-        self.modules, self._pending = all_submodules(module), PENDING.get()
+        self.modules = all_submodules(module)
         self.attributes = [dict(vars(part)) for _, part in self.modules]
         self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         # So that the walk opens no submodule: each is described below.
         self._walk.numbers |= {id(part): number for number, (_, part) in enumerate(self.modules)}
-        self.tokens = {_path(path, name): token for path, part in self.modules for name, token in self._describe(part)}
+        self.tokens: dict[str, Hashable] = {}
+        self._noted = 0
+        self.owners: dict[int, tuple[str, nn.Module, str]] = {}  # by the id of a container: the attribute that has it
+        for path, part in self.modules:
+            for name, token in self._describe(part):
+                self.tokens[_path(path, name)] = token
+                self._note_owner(path, part, name)
         direct = [value for attributes in self.attributes for value in attributes.values() if type(value) in CONTAINERS]
         containers = (value for value in (*direct, *self._walk.containers) if type(value) in RESTORED)
         self.copies = {id(container): (container, container.copy()) for container in containers}
@@ -56,9 +61,9 @@ class AttributeSnapshot:
         names = dict.fromkeys((*later.tokens, *self.tokens))
         return tuple(name for name in names if self.tokens.get(name) != later.tokens.get(name))
 
-    def has_fakes(self, name: str) -> bool:
-        """Return True if an attribute holds a tensor of a trace."""
-        return holds(self.tokens.get(name), FakeTensor)
+    def forget_values(self) -> None:
+        """Keep descriptions alone, which hold nothing alive."""
+        self.attributes, self.copies, self._walk = [], {}, AttributeWalk()
 
     @contextmanager
     def restored(self) -> Iterator[AttributeSnapshot]:
@@ -77,14 +82,15 @@ class AttributeSnapshot:
             self.outer.restore()
             raise
         finally:
-            self._restore_attributes()
+            self.restore_attributes()
 
     def restore(self) -> None:
         """Put back every attribute, every variable and every container that changed."""
-        self._restore_attributes()
+        self.restore_attributes()
         self.outer.restore()
 
-    def _restore_attributes(self) -> None:
+    def restore_attributes(self) -> None:
+        """Put back every attribute and every container that changed."""
         for (_, module), before in zip(self.modules, self.attributes, strict=True):
             if not has_same_items(vars(module), before):
                 vars(module).clear()
@@ -98,24 +104,28 @@ class AttributeSnapshot:
         A captured step would do neither.
         """
         for (path, module), before in zip(self.modules, self.attributes, strict=True):
-            _refuse_changed(vars(module), self.own(before, vars(module)), _path(path, "{}"))
+            _refuse_changed(vars(module), before, _path(path, "{}"))
             for name, value in before.items():
                 if type(value) in CONTAINERS:
                     _, copy = self.copies[id(value)]
-                    old = self.own(dict(items_of(copy)), value)
-                    _refuse_changed(dict(items_of(value)), old, _path(path, name) + "[{!r}]")
+                    _refuse_changed(dict(items_of(value)), dict(items_of(copy)), _path(path, name) + "[{!r}]")
+        self.refuse_tensors(inputs)
+
+    def refuse_tensors(self, inputs: set[int]) -> None:
+        """Raise if forward left a fake tensor on the module that is not in `inputs` (ids)."""
         for path, module in self.modules:
             for name, tensor in attached_values(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
                     raise stored_tensor_error(_path(path, name))
 
-    def own(self, items: dict[Any, Any], container: Any) -> dict[Any, Any]:
-        """Return those items of a container that the module itself has: not those that other calls have written."""
-        pending = self._pending
-        return {key: value for key, value in items.items() if (id(container), key) not in pending} if pending else items
+    def _note_owner(self, path: str, part: nn.Module, name: str) -> None:
+        """Note that the containers described since the last note are of an attribute."""
+        for container in self._walk.containers[self._noted :]:
+            self.owners.setdefault(id(container), (path, part, name))
+        self._noted = len(self._walk.containers)
 
     def _describe(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
-        walk, ignored = self._walk, _weights_set_by_hooks(part) | (IGNORED - {*STATE, *HOOKS})
+        walk, ignored = self._walk, weights_set_by_hooks(part) | (IGNORED - {*STATE, *HOOKS})
         if isinstance(part, nn.RNNBase):
             ignored |= RNN_CACHES
         for name, value in vars(part).items():
@@ -129,9 +139,19 @@ class AttributeSnapshot:
                 yield name, tuple(walk.tokens[begin:])
 
 
+def holds_traced(tokens: object) -> bool:
+    """Return True if the description of an attribute names a tensor of a trace, an input, or a number read from one."""
+    described = tokens if isinstance(tokens, tuple) else ()
+    return holds(tokens, (FakeTensor, TracedFloat, TracedInt)) or any(_is_input(token) for token in described)
+
+
+def _is_input(token: object) -> bool:
+    return isinstance(token, tuple) and token[:1] == ("input",)
+
+
 def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield attributes, and the items of containers among them, with the attribute's name."""
-    ignored = _weights_set_by_hooks(module)
+    ignored = weights_set_by_hooks(module)
     for name, value in vars(module).items():
         if type(value) in CONTAINERS:
             for key, item in items_of(value):
@@ -144,12 +164,11 @@ def stored_tensor_error(name: str) -> CaptureError:
     """Return the error for a tensor that forward stores on its module."""
     return CaptureError(
         f"forward stores a tensor in {name}, as no captured step can: return it, or register it "
-        "as a buffer of its shape and dtype before the first step; if only the first call makes it, as a cache, run "
-        "the plain module once before it is compiled, with the longest input"
+        "as a buffer of its shape and dtype before the first step"
     )
 
 
-def _weights_set_by_hooks(part: nn.Module) -> set[str]:
+def weights_set_by_hooks(part: nn.Module) -> set[str]:
     """Hooks of torch.nn.utils (spectral_norm, prune) compute these weights before each forward."""
     hooks = part._forward_pre_hooks.values()
     names = {getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")}

@@ -1,33 +1,38 @@
 """The writes of a forward to attributes, item by item.
 
-    self.seen[9] = 0   ->   AttributeWrite(owner=self.seen, key=9, value=0)
+    self.seen[9] = 0          ->   AttributeWrite(owner=self.seen, key=9, value 0)
+    self.last = y.detach()    ->   AttributeWrite(owner=vars(self), key="last", value the second output of the graph)
 
-A captured step runs no Python, so it writes nothing. What eager would have written is put in place while another kind
-of call is captured, which may read it.
+A captured step runs no Python: each run is followed by the writes of its capture.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..tensors.traced_size import Number, SizeNeededError
-from .attribute_snapshot import PENDING, RNN_CACHES, AttributeSnapshot
-from .containers import has_same_items, restore_container
-from .module_attributes import CONSTANTS, IGNORED, AttributeWalk
+from ..errors import CaptureError
+from ..tensors.pytree import CONSTANTS as LEAVES
+from ..tensors.pytree import OPAQUE, Spec, flatten, unflatten
+from ..tensors.traced_number import is_traced
+from ..tensors.traced_size import SizeNeededError, with_arguments
+from .attribute_snapshot import COUNTERS, RNN_CACHES, AttributeSnapshot, stored_tensor_error, weights_set_by_hooks
+from .containers import restore_container
+from .module_attributes import IGNORED
+from .written_attributes import Attribute
 
 DELETED = object()  # stands for the value of an item that is gone
 WHOLE = object()  # stands for the key of a list, set or deque
 # Hooks that forward registers are written: it may note in an attribute that they are there.
 OF_TORCH = {name for name in IGNORED if "hooks" not in name} | RNN_CACHES | {"_modules"}
+OF_MODULES = frozenset(vars(nn.Module()))
+
+Fill = Callable[[Any], Any]  # from a leaf of a value to what is written
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,47 +41,54 @@ class AttributeWrite:
 
     Attributes:
         owner: returns the container; None if its module is gone.
-        where: the attributes that the same forward has changed.
+        leaves: of the value.
+        spec: its structure; None for an item that is gone.
+        settles: a call that finds the like of this value writes the like again.
+        attribute: the one that is, or leads to, the container.
+        where: its path.
+        change: the item, and what it was before if these are numbers or texts.
+        is_read: code that ran takes the attribute.
     """
 
     owner: Callable[[], Any]
     key: Any
-    value: Any
-    where: str = ""
+    leaves: tuple[Any, ...]
+    spec: Spec | None
+    settles: bool
+    attribute: Attribute
+    where: str
+    change: str
+    is_read: bool = True
 
     @property
-    def place(self) -> tuple[int, Any]:
-        """The container, by its id, and the key."""
-        return id(self.owner()), self.key
+    def holds_tensors(self) -> bool:
+        """True if a tensor of the step is in the value, or a number read from one."""
+        return any(map(_is_computed, self.leaves))
 
-    @cached_property
-    def token(self) -> Hashable:
-        """A key that is equal for equal values."""
-        walk = AttributeWalk()
-        walk.describe(self.value, 1)
-        return walk.group
+    @property
+    def has_numbers(self) -> bool:
+        """True if a number is in the value that each run computes, or is given."""
+        return any(getattr(leaf, "is_number", False) or is_traced(leaf) for leaf in self.leaves)
 
-    def found(self) -> Any:
-        """Return what is there now, the items of another container than a dict as a copy."""
-        owner = self.owner()
-        return DELETED if owner is None else owner.copy() if self.key is WHOLE else owner.get(self.key, DELETED)
-
-    def finds(self, earlier: Any) -> bool:
-        """Return True if the same is there as was found earlier."""
-        now = self.found()
-        return has_same_items(now, earlier) if self.key is WHOLE and DELETED not in (now, earlier) else now is earlier
-
-    def apply(self) -> None:
+    def apply(self, fill: Fill) -> None:
         """Write the value."""
         owner = self.owner()
         if owner is None:
             return
-        if self.key is WHOLE:
-            restore_container(owner, self.value)
-        elif self.value is DELETED:
+        if self.spec is None:
             owner.pop(self.key, None)
+            return
+        value = unflatten([*map(fill, self.leaves)], self.spec)
+        if self.key is WHOLE:
+            restore_container(owner, value)
         else:
-            owner[self.key] = self.value
+            owner[self.key] = value
+
+    def found(self) -> list[Any]:
+        """Return the leaves of what is there now."""
+        owner = self.owner()
+        value = DELETED if owner is None else owner if self.key is WHOLE else owner.get(self.key, DELETED)
+        return [] if value is DELETED else flatten(value)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,83 +96,181 @@ class AttributeWrites:
     """All that a captured forward writes.
 
     Attributes:
-        general: those of the capture with symbols for lengths that this one was made of.
+        repeats: a call that finds it all in place has the same graph.
     """
 
     items: tuple[AttributeWrite, ...] = ()
-    general: AttributeWrites | None = None
+    repeats: bool = False
 
-    def at(self, number: Number) -> AttributeWrites:
-        """Return the writes with numbers in the place of symbols."""
-        return AttributeWrites(tuple(replace(item, value=_at(item.value, number)) for item in self.items), self)
+    @property
+    def changing(self) -> tuple[AttributeWrite, ...]:
+        """Writes of what the next call reads, where this one found something else."""
+        return tuple(item for item in self.items if item.is_read and not item.settles)
 
-    def require_plain_values(self) -> None:
-        """
-        Raises:
-            SizeNeededError: there may be symbols that `at` does not find.
-        """
-        leaves = [leaf for item in self.items for leaf in pytree.tree_leaves(item.value)]
-        is_plain = all(type(leaf) in (*CONSTANTS, torch.SymInt, torch.Size) for leaf in leaves)
-        if not is_plain or any(item.key is WHOLE for item in self.items):
-            raise SizeNeededError(f"forward may keep one in {self.items[0].where}")
+    @property
+    def held(self) -> list[Attribute]:
+        """The attributes with tensors that the next call reads."""
+        return [item.attribute for item in self.items if item.is_read and item.holds_tensors]
+
+    @property
+    def unread(self) -> list[Attribute]:
+        """The attributes that no call like this one reads."""
+        return [item.attribute for item in self.items if not item.is_read]
+
+    @property
+    def described(self) -> set[str]:
+        """A text of each."""
+        return {f"{item.where} {item.key!r} {item.leaves!r} {item.spec!r}" for item in self.items}
+
+    def apply(self, fill: Fill) -> None:
+        for item in self.items:
+            item.apply(fill)
+
+    def at(self, leaf: Fill) -> AttributeWrites:
+        """Return the writes with other leaves."""
+        return replace(self, items=tuple(replace(item, leaves=tuple(map(leaf, item.leaves))) for item in self.items))
 
 
-def attribute_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> AttributeWrites:
-    """Return what a forward wrote between two snapshots; tensors are left out, which no capture lets it store."""
-    if before.changed(after) is None or len(before.modules) != len(after.modules):
+def attribute_writes(
+    before: AttributeSnapshot, after: AttributeSnapshot, placed: Mapping[int, Any] | None = None,
+    unread: Set[Attribute] = frozenset(),
+) -> AttributeWrites:  # fmt: skip
+    """Return what a forward wrote between two snapshots.
+
+    Args:
+        placed: what stands for a tensor, or a number that was read from one, by its id; None if these stay.
+        unread: attributes that it has written, whether they have changed or not.
+
+    Raises:
+        CaptureError: a value has another tensor of a trace, or can't be taken apart.
+    """
+    changed = {*before.changes(after)}
+    if not (changed or unread) or len(before.modules) != len(after.modules):
         return AttributeWrites()
-    where, found = ", ".join(before.changes(after)), list[AttributeWrite]()
-    of_torch: set[int] = set()
-    for (_, module), old, new in zip(after.modules, before.attributes, after.attributes, strict=True):
-        of_torch |= {id(new.get(name)) for name in OF_TORCH}
-        parts = {name for group in OF_TORCH for name in (new.get(group) or ()) if isinstance(new[group], dict)}
-        names = [name for name in {**old, **new} if name not in OF_TORCH and name not in parts]
-        found += _item_writes(_attributes_of(module), old, new, names, where)
-    for container, new_items in after.copies.values():
-        _, old_items = before.copies.get(id(container), (None, None))
-        if old_items is not None and id(container) not in of_torch:
-            found += _container_writes(container, old_items, new_items, where)
-    return AttributeWrites(tuple(found))
+    return AttributeWrites(tuple(_Writes(before, after, changed, placed, unread).found()))
 
 
-@contextmanager
-def written(writes: Sequence[AttributeWrite]) -> Iterator[None]:
-    """Put writes in place for the block; forward may change numbers among them."""
-    owners = [owner for write in writes if (owner := write.owner()) is not None]
-    before = {id(owner): (owner, owner.copy()) for owner in owners}
-    reset = PENDING.set({write.place for write in writes})
+@dataclass(frozen=True)
+class _Writes:
+    """Finds the writes to the attributes that have `changed`."""
+
+    before: AttributeSnapshot
+    after: AttributeSnapshot
+    changed: set[str]
+    placed: Mapping[int, Any] | None
+    unread: Set[Attribute]
+
+    def found(self) -> Iterator[AttributeWrite]:
+        of_torch = set[int]()
+        for (path, module), old, new in zip(
+            self.after.modules, self.before.attributes, self.after.attributes, strict=True
+        ):
+            of_torch |= {id(new.get(name)) for name in OF_TORCH}
+            parts = {name for group in OF_TORCH for name in (new.get(group) or ()) if isinstance(new[group], dict)}
+            skipped = OF_TORCH | parts | weights_set_by_hooks(module)
+            for name in dict.fromkeys((*old, *new)):
+                attribute = Attribute(weakref.ref(module), name)
+                is_same = old.get(name, DELETED) is new.get(name, DELETED)
+                if name not in skipped and (attribute in self.unread or not is_same):
+                    yield from self._item(_attributes_of(module), old, new, name, attribute, path)
+        for container, items in self.after.copies.values():
+            _, old_items = self.before.copies.get(id(container), (None, None))
+            if old_items is not None and id(container) not in of_torch:
+                yield from self._container(container, old_items, items)
+
+    def _container(self, container: Any, old: Any, new: Any) -> Iterator[AttributeWrite]:
+        owner = self.after.owners.get(id(container)) or self.before.owners.get(id(container))
+        if owner is None:  # of torch's own
+            return
+        path, module, name = owner
+        attribute = Attribute(weakref.ref(module), name)
+        if isinstance(container, dict):
+            for key in {**old, **new}:
+                if old.get(key, DELETED) is not new.get(key, DELETED):
+                    yield from self._item(lambda: container, old, new, key, attribute, path)
+        elif len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
+            yield from self._item(lambda: container, {WHOLE: old}, {WHOLE: new}, WHOLE, attribute, path)
+
+    def _item(
+        self, owner: Callable[[], Any], old: Mapping[Any, Any], new: Mapping[Any, Any], key: Any, attribute: Attribute,
+        path: str,
+    ) -> Iterator[AttributeWrite]:  # fmt: skip
+        """Yield the write of an item, unless what leads to it is as it was."""
+        where = f"{path}.{attribute.name}" if path else attribute.name
+        if where not in self.changed and attribute not in self.unread:
+            return
+        ran, part = self.before.outer.ran, attribute.part()
+        is_read = part is None or attribute.name in OF_MODULES or ran.takes(type(part), attribute.name)
+        if (value := new.get(key, DELETED)) is DELETED:
+            yield AttributeWrite(owner, key, (), None, False, attribute, where, where, is_read)
+            return
+        before, change = old.get(key, DELETED), where
+        if type(before) in COUNTERS and type(value) in COUNTERS:
+            item = "" if key == attribute.name else f"[{key!r}]"
+            change = f"{where}{item} from {before!r} to {value!r}"
+        leaves, spec = _opened(value, where)
+        placed = tuple(self._placed(leaf, where) for leaf in leaves)
+        yield AttributeWrite(owner, key, placed, spec, is_alike(before, value), attribute, where, change, is_read)
+
+    def _placed(self, leaf: Any, where: str) -> Any:
+        if self.placed is None or not (isinstance(leaf, Tensor) or is_traced(leaf)):
+            return leaf
+        placed = self.placed.get(id(leaf), leaf)
+        if isinstance(placed, Tensor):
+            raise stored_tensor_error(where)
+        return placed
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Return True if two values have the same structure, tensors of the same layout, and equal constants."""
+    if one is other:
+        return True
+    if DELETED in (one, other):
+        return False
     try:
-        for write in writes:
-            write.apply()
-        yield
-    finally:
-        PENDING.reset(reset)
-        for owner, items in before.values():
-            restore_container(owner, items)
+        (leaves, spec), (others, form) = flatten(one), flatten(other)
+    except CaptureError:
+        return False
+    return spec == form and all(map(_is_alike, leaves, others))
 
 
-def _at(value: Any, number: Number) -> Any:
-    def leaf(size: Any) -> Any:
-        return torch.Size(map(number, size)) if isinstance(size, torch.Size) else number(size)
+def require_plain_values(writes: AttributeWrites) -> None:
+    """
+    Raises:
+        SizeNeededError: there may be symbols in these that can't be found.
+    """
+    for item in writes.items:
+        if item.key is WHOLE or (item.spec is not None and any(item.spec.shells)):
+            raise SizeNeededError(f"forward may keep one in {item.where}")
 
-    return pytree.tree_map_only((torch.SymInt, torch.Size), leaf, value)
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _layout(one) == _layout(other)
+    if is_traced(one) or is_traced(other):
+        return type(one) is type(other)
+    return type(one) is type(other) and (repr(one) == repr(other) if isinstance(one, float | complex) else one == other)
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Return True unless a leaf is a constant."""
+    return not isinstance(leaf, (*LEAVES, *OPAQUE))
+
+
+def _opened(value: Any, where: str) -> tuple[list[Any], Spec]:
+    if any(isinstance(leaf, nn.Module) for leaf in pytree.tree_leaves(value)):
+        raise CaptureError(f"forward puts a module into {where}: set it before the first step")
+    try:
+        return flatten(with_arguments(value))
+    except CaptureError as error:
+        raise CaptureError(f"forward puts a {type(value).__name__} into {where}, which can't be taken apart") from error
 
 
 def _attributes_of(module: nn.Module) -> Callable[[], Any]:
     """Return a function that returns a module's attributes, and keeps no parameters of it alive."""
     reference = weakref.ref(module)
     return lambda: None if (alive := reference()) is None else vars(alive)
-
-
-def _container_writes(container: Any, old: Any, new: Any, where: str) -> list[AttributeWrite]:
-    if isinstance(container, dict):
-        return _item_writes(lambda: container, old, new, {**old, **new}, where)
-    return [] if old == new else [AttributeWrite(lambda: container, WHOLE, new, where)]
-
-
-def _item_writes(
-    owner: Callable[[], Any], old: dict[Any, Any], new: dict[Any, Any], keys: Iterable[Any], where: str
-) -> list[AttributeWrite]:  # fmt: skip
-    changed = [key for key in keys if old.get(key, DELETED) is not new.get(key, DELETED)]
-    writes = [AttributeWrite(owner, key, new.get(key, DELETED), where) for key in changed]
-    return [write for write in writes if not isinstance(write.value, Tensor)]

@@ -19,6 +19,7 @@ from typing import Any
 
 GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
+STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 BY_NAME = frozenset({"getattr", "hasattr"})  # functions whose second argument is a name
 BY_TEXT = frozenset({"import_module", "modules", "__import__"})  # what finds a module by its name
 ANY_NAME = frozenset({"vars", "dir", "attrgetter", "asdict", "__dict__"})  # what reads attributes of any name
@@ -49,6 +50,7 @@ class CodeReads:
     Attributes:
         paths: globals, with the attributes that it takes of each at once.
         names: of attributes.
+        loads: of these, without those to which it assigns only.
         imports: inside of the function.
         takes_any: it reads attributes by names that it computes.
         takes_globals: it calls `globals()`.
@@ -56,6 +58,7 @@ class CodeReads:
 
     paths: tuple[tuple[str, ...], ...]
     names: frozenset[str]
+    loads: frozenset[str]
     imports: tuple[Import, ...]
     takes_any: bool
     takes_globals: bool
@@ -66,16 +69,22 @@ def code_reads(code: CodeType) -> CodeReads:
     """Return what a code object refers to."""
     steps = list(dis.get_instructions(code))
     patterns = (each for constant in code.co_consts if isinstance(constant, tuple) for each in constant)
-    texts = (each for each in (*code.co_consts, *patterns) if isinstance(each, str) and each.isidentifier())
+    texts = [each for each in (*code.co_consts, *patterns) if isinstance(each, str) and each.isidentifier()]
     names = frozenset((*code.co_names, *texts))
+    loads = frozenset((*texts, *(str(step.argval) for step in steps if _names(step) and step.opname not in STORES)))
     imports = [*_imports(steps)]
     if names & BY_TEXT:
         imports += [Import(text, 0, ()) for text in code.co_consts if isinstance(text, str)]
     computes = any(step.argval in BY_NAME and _computes_name(steps[i + 1 :]) for i, step in enumerate(steps))
     return CodeReads(
-        tuple(dict.fromkeys(_paths(steps))), names, tuple(imports),
+        tuple(dict.fromkeys(_paths(steps))), names, loads, tuple(imports),
         computes or bool(names & ANY_NAME), "globals" in code.co_names,
     )  # fmt: skip
+
+
+def _names(step: dis.Instruction) -> bool:
+    """Return True if an instruction takes a name of the code."""
+    return step.opcode in dis.hasname
 
 
 def _paths(steps: Sequence[dis.Instruction]) -> Iterator[tuple[str, ...]]:

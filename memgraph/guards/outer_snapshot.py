@@ -98,8 +98,8 @@ class OuterSnapshot:
         self.copies += [(container, container.copy()) for container in new]
 
 
-def holds(tokens: object, kind: type[Tensor]) -> bool:
-    """Return True if the description of a thing names a tensor of this kind."""
+def holds(tokens: object, kind: type | tuple[type, ...]) -> bool:
+    """Return True if the description of a thing names an object of this kind."""
     described = tokens if isinstance(tokens, tuple) else ()
     return any(isinstance(token, IdentityKey) and isinstance(token.target(), kind) for token in described)
 

@@ -95,6 +95,7 @@ class WhatRan:
         self._seen = set[int]()  # functions
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = set(ENTRIES)
+        self._loads = set[str]()
         self._takes_any = False
         self._whole: dict[int, Whole] = {}
         self._taken = set[int]()  # objects whose attributes code takes by names that it computes
@@ -136,6 +137,10 @@ class WhatRan:
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
         return variable.name in self._known.get(id(variable.scope.owner), ())
+
+    def takes(self, kind: type, name: str) -> bool:
+        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
+        return self._takes_any or name in self._loads or any(name in _loads(base) for base in kind.__mro__)
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
@@ -197,6 +202,7 @@ class WhatRan:
                 self._add(f"{module.__name__}.{{}}", is_installed(module), vars(module), names)
         if frame.f_code.co_argcount and (first := frame.f_locals.get(frame.f_code.co_varnames[0])) is not None:
             self._enter_class(first if isinstance(first, type) else type(first))
+        self._loads |= reads.loads
         self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
 
     def _enter_layer(self, kind: type[nn.Module]) -> None:
@@ -368,6 +374,15 @@ class WhatRan:
         if new := set(names) - known:
             known |= new
             self.scopes.append(Scope(title, owner, new, installed))
+
+
+@functools.cache
+def _loads(base: type) -> frozenset[str]:
+    """Return the attributes that the methods of a class of torch's take, which are not told of."""
+    if is_open(base) or base in (object, nn.Module):
+        return frozenset()
+    functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
+    return frozenset(name for each in functions for name in code_reads(each.__code__).loads)
 
 
 def _hooks(part: nn.Module) -> Iterator[Any]:

@@ -256,7 +256,7 @@ class RowIndependenceCheck:
         with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast(), self._explained(len(rows)):
             torch.manual_seed(0)
             outputs = step.graph(*inputs) if draws else DeterministicInterpreter(step.graph).run(*inputs)
-            return [leaf for leaf in flatten(step.result(outputs, inputs))[0] if isinstance(leaf, Tensor)]
+            return [leaf for leaf in flatten(step.result(step.fill(outputs, inputs)))[0] if isinstance(leaf, Tensor)]
 
     @contextmanager
     def _explained(self, size: int) -> Iterator[None]:

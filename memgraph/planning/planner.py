@@ -15,7 +15,6 @@ from torch import nn
 from passes import BudgetError, Machine, Trace
 
 from ..errors import CaptureError
-from ..graph.captured import Captured
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
 from ..system.disturbance import note_disturbed
@@ -23,7 +22,6 @@ from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
 from .attempts import Attempts, GraphPlanner, Planned, PricedAttempts, PricedStep, Refused
-from .capture_step import capture_room, captured_call
 from .known_captures import EarlierCapture
 from .optimizers import optimizer_state
 from .pricing import Pricing
@@ -131,12 +129,6 @@ class Planner:
         except (CaptureError, BudgetError) as error:
             LOG.info("%s can't run as they are from now on: %s", ", ".join(preferred), error)
             return None
-
-    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> Captured:
-        """Capture a call, and plan nothing."""
-        call = Call(self.module, args, kwargs, self.state.outputs(outputs), opaque=self.options.opaque)
-        target = self._current_target()
-        return captured_call(call, target.device, capture_room(call, target, self.state))
 
     def _planned(
         self, call: Call, progress: Progress, earlier: EarlierCapture | None = None

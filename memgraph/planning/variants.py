@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..capture.sizes.later_graph import LaterGraph
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, Scalars, ValueGuard, same_values
@@ -36,18 +38,20 @@ class CallFacts:
     """The facts of a call, and all else that decides which step runs it.
 
     Attributes:
+        tensors: all that it reads, in the order of a graph's inputs.
         adds: gradients exist, or may at its backward.
         outputs: selects the outputs that backward starts from.
-        read: reads the facts again.
+        read: reads the call again.
         walks: those that the facts were read by.
         rejected: the guards of variants that have failed for this call.
         found: the answers to the last of these, up to the one that failed.
     """
 
     facts: Facts
+    tensors: list[Tensor]
     adds: bool
     outputs: OutputSelector
-    read: Callable[[], Facts]
+    read: Callable[[], CallFacts]
     walks: Sequence[AttributeWalk] = ()
     rejected: tuple[tuple[ValueGuard, ...], ...] = ()
     found: Answers = ()
@@ -140,7 +144,7 @@ class Variants:
     @property
     def steps(self) -> list[Step]:
         """All steps, the least recently used first."""
-        return [step for variant in reversed(self._all) for step in list(variant.steps.values())]
+        return [*dict.fromkeys(step for variant in reversed(self._all) for step in list(variant.steps.values()))]
 
     def find(self, call: CallFacts) -> Found | None:
         """Return what serves a call: a variant with a step for it if there is one."""

@@ -18,6 +18,7 @@ from ..errors import MemgraphError
 from ..graph.captured import Captured, Ref
 from ..graph.draws.host_draws import draws_on_host
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..guards.written_attributes import call_leaves, written_attributes
 from ..system.locks import PLANNING_LOCK
 from ..system.python_random import PythonRandom, restoring_python_random
 from ..tensors.pytree import flatten, tensors_of
@@ -34,7 +35,9 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     written = {role.name for role in overwritten_buffers(captured).values()}
     named_buffers = dict(module.named_buffers())
-    inputs = tensors_of(flatten((args, kwargs))[0])
+    leaves, _ = call_leaves(module, args, kwargs)
+    held = [(attribute, attribute.value) for attribute in written_attributes(module).held]
+    inputs = tensors_of(leaves)
     versions = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *inputs)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
@@ -56,8 +59,10 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
             named = dict(module.named_parameters())
             # A checkpoint would recompute in backward with the module's own buffers, or refuse `autograd.grad`.
             with without_checkpoint(), AttributeSnapshot(module).restored():
+                for attribute, value in held:
+                    attribute.fill(value)
                 result = torch.func.functional_call(module, named | buffers, args, kwargs)
-            outputs = _outputs(result, captured)
+                outputs = _outputs(result, captured)
         gradients = _differentiate(outputs, [*named.values(), *inputs], tangents)
         return [*gradients[: len(named)], *[None] * len(named_buffers), *gradients[len(named) :]]
 
@@ -73,11 +78,13 @@ def _casting(casts: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 
 def _outputs(result: Any, captured: Captured) -> list[Tensor]:
-    """Return the tensors of a module's result in the order of its graph's outputs."""
+    """Return the tensors of a module's result, and of its attributes, in the order of its graph's outputs."""
     leaves, _ = flatten(result)
-    count = sum(role.kind == "output" for role in captured.outputs)
-    places = {ref.index: i for i, ref in enumerate(captured.leaves) if isinstance(ref, Ref) and ref.kind == "output"}
-    return [leaves[places[i]] for i in range(count)]
+    found = [*zip(captured.leaves, leaves, strict=True)]
+    for write in captured.writes.items:
+        found += zip(write.leaves, write.found(), strict=True)
+    tensors = {ref.index: leaf for ref, leaf in found if isinstance(ref, Ref) and ref.kind == "output"}
+    return [tensors[i] for i in range(sum(role.kind == "output" for role in captured.outputs))]
 
 
 def _differentiate(

@@ -125,7 +125,8 @@ class Step:
                 if not differentiable:
                     return run.forward(tensors, self.parts.roles.outputs)
                 context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
-                outputs = list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
+                given = self.parts.without_unread(tensors)
+                outputs = list(StepFunction.apply(context, *given))  # type: ignore[no-untyped-call]
             self._begin_outside(run)
             return outputs
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,6 +90,19 @@ class StepParts:
     def has_collectives(self) -> bool:
         """True if other ranks read or write memory of the step while it runs."""
         return self.sharded_grads is not None or self.pending_gathers is not None
+
+    @cached_property
+    def unread(self) -> frozenset[int]:
+        """The places of the caller's inputs that no op reads."""
+        inputs = zip(self.captured.graph.graph.find_nodes(op="placeholder"), self.captured.graph_inputs, strict=True)
+        read = {(role.kind, role.name, role.index) for node, role in inputs if node.users}
+        return frozenset(place for key, place in self.roles.place.items() if key[0] == "input" and key not in read)
+
+    def without_unread(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors for autograd: one that no op reads is cut off, as it is in eager."""
+        if not any(tensors[place].grad_fn is not None for place in self.roles.varying):
+            return tensors
+        return [each.detach() if place in self.unread else each for place, each in enumerate(tensors)]
 
     def inputs_in_blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that the graph reads: of some parameters, views of their rows."""

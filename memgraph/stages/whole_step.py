@@ -197,6 +197,9 @@ def _refuse(captured: Captured) -> None:
         )
     if captured.rewritten or _writes_batch(captured):
         raise CaptureError(f"{REFUSED} writes into a tensor of the batch; let it clone that before")
+    for write in captured.writes.items:
+        if write.holds_tensors or not (write.settles or captured.writes.repeats or not write.is_read):
+            raise CaptureError(f"{REFUSED} stores a tensor, or what its next call reads, in {write.where}")
     for counter in captured.counters:
         raise CaptureError(f"{REFUSED} counts its calls in Python, in {counter.name}; make that a buffer")
 

@@ -13,8 +13,9 @@ import enum
 import io
 import pickle
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,7 +77,22 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
         next(rest) if shell is None else _Unpickler(shell, [next(rest) for _ in range(shell.leaves)]).load()
         for shell in spec.shells
     ]
-    return pytree.tree_unflatten(tops, spec.tree)
+    return _built(spec.tree, iter(tops)) if _has_size(spec.tree) else pytree.tree_unflatten(tops, spec.tree)
+
+
+@lru_cache(1024)
+def _has_size(tree: pytree.TreeSpec) -> bool:
+    return tree.type is torch.Size or any(map(_has_size, tree.children()))
+
+
+def _built(tree: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
+    """Return a tree, in which a `torch.Size` is one: torch makes a tuple of it."""
+    if tree.is_leaf():
+        return next(leaves)
+    children = [_built(child, leaves) for child in tree.children()]
+    if tree.type is torch.Size:
+        return torch.Size(children)
+    return pytree.SUPPORTED_NODES[tree.type].unflatten_fn(children, tree.context)
 
 
 def tensors_of(leaves: Sequence[object]) -> list[Tensor]:

@@ -5,13 +5,14 @@ model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...graph.captured import Input
+from ...guards.written_attributes import Attribute, call_leaves, written_attributes
 from ...tensors.pytree import Spec, flatten, tensors_of, unflatten
 from .changed_arguments import ArgumentSnapshot
 from .kept_by_hooks import HookSnapshot
@@ -26,18 +27,30 @@ class Call:
     spec: Spec
     inputs: tuple[Input, ...]
     tensors: tuple[Tensor, ...]
+    held: tuple[Attribute, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = call_leaves(module, args, kwargs)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         given = tensors_of(leaves)
         inputs = (
             *(Input("parameter", name) for name in parameters),
             *(Input("buffer", name) for name in buffers),
-            *(Input("input", index=i) for i in range(len(given))),
+            *_arguments(given),
         )
-        return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
+        held = tuple(written_attributes(module).held)
+        return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given), held)
+
+    def holding(self, attributes: Iterable[Attribute]) -> Call:
+        """Return the call with the present tensors of more attributes among its arguments."""
+        args, kwargs, *_ = unflatten(self.leaves, self.spec)
+        held = tuple(dict.fromkeys((*self.held, *attributes)))
+        leaves, spec = flatten((args, kwargs, *(each.value for each in held)) if held else (args, kwargs))
+        given = tensors_of(leaves)
+        inputs = *(role for role in self.inputs if role.kind != "input"), *_arguments(given)
+        owned = self.tensors[: len(inputs) - len(given)]
+        return replace(self, leaves=leaves, spec=spec, inputs=inputs, tensors=(*owned, *given), held=held)
 
     def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Map names of parameters and buffers to their `values`, which has a tensor for each input."""
@@ -52,9 +65,15 @@ class Call:
         pairs = zip(self.tensors, self.inputs, values, strict=True)
         given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
         leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = unflatten(leaves, self.spec)
+        args, kwargs, *held = unflatten(leaves, self.spec)
+        for attribute, value in zip(self.held, held, strict=True):
+            attribute.fill(value)
         arguments, hooks = ArgumentSnapshot(self.module, args, kwargs), HookSnapshot(self.module)
         with hooks:
             result = self.module(*args, **kwargs)
         arguments.refuse_changes()
         return result
+
+
+def _arguments(given: Sequence[Tensor]) -> tuple[Input, ...]:
+    return tuple(Input("input", index=i) for i in range(len(given)))

@@ -7,17 +7,21 @@ The graph may still have in-place ops, which `functionalize` replaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_writes import AttributeWrites, require_plain_values
+from ...guards.written_attributes import Attribute, HeldNeeded, written_attributes
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
@@ -27,7 +31,7 @@ from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
 from ..python_state.counted_numbers import ChangedNumbers, Place
-from ..python_state.side_effects import TraceRecord, is_same_step, refuse_side_effects
+from ..python_state.side_effects import TraceRecord, is_same_step, settled_writes
 from ..python_state.watched_python import WatchedPython
 from ..sizes.whole_slices import drop_whole_slices
 from .eager_behavior import eager_behavior
@@ -43,19 +47,25 @@ def trace_joint(
     Submodules whose calls were recorded are opaque.
     """
     with eager_behavior(call, mode) as before:
-        traced = partial(_traced, call, mode, wanted, before, recorder)
-        step, graph = traced()
+        traced = partial(_traced, mode=mode, wanted=wanted, recorder=recorder)
+        step, graph = traced(call, before)
         counted: tuple[Place, ...] = ()
         if step.python.changed is not None:
-            counted = step.python.changed.places
-            step, graph = _counted(traced, step, graph, step.python.changed)
+            step, graph = _counted(partial(traced, call, before), step, graph, step.python.changed)
+            counted = tuple(step.python.counted)
+        _require_held(call, before, step.python.writes)
+
+        def next_call(attributes: Iterable[Attribute]) -> TraceRecord:
+            later = call.holding(attributes)
+            return _record(*traced(later, AttributeSnapshot(call.module, later.tensors, before.outer.ran), counted))
+
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
-        trace_again = None if mode.sizes is not None else lambda: _facts(*traced(counted))
-        refuse_side_effects(before, _facts(step, graph), trace_again)
-        writes = step.python.writes(mode.has_floats)
+        trace_next = None if mode.sizes is not None else next_call
+        writes = settled_writes(before, _record(step, graph), trace_next)
         reads = before.outer.ran.reads(before.outer.changes(step.python.after.outer))
         if mode.sizes is not None:
-            writes.require_plain_values()
+            require_plain_values(writes)
+    written_attributes(call.module).note(writes.held, writes.unread)
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return replace(step.joint_graph(graph), writes=writes, reads=reads)
@@ -67,22 +77,35 @@ def _counted(
     graph: fx.GraphModule,
     changed: ChangedNumbers,
 ) -> tuple[TracedStep, fx.GraphModule]:
-    """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
+    """Trace a forward that counts again, with objects in place of the numbers, unless it needs the numbers."""
     if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
         raise changed.error  # they run before the numbers are counted
     try:
         counted, other = traced(changed.places)
-        is_same = is_same_step(_facts(step, graph), _facts(counted, other))
-    except Exception as error:
-        raise changed.error from error
+        is_same = is_same_step(_record(step, graph), _record(counted, other))
+    except Exception:
+        return step, graph
     if not is_same or counted.has_custom_functions:  # the backward of one may read the number
-        raise changed.error
+        return step, graph
     return counted, other
 
 
+def _require_held(call: Call, before: AttributeSnapshot, writes: AttributeWrites) -> None:
+    """
+    Raises:
+        HeldNeeded: tensors of attributes that calls write were read, and are no arguments of this one.
+    """
+    before.restore_attributes()
+    written, ran = written_attributes(call.module), before.outer.ran
+    read = [each for each in written.unread if (part := each.part()) is not None and ran.takes(type(part), each.name)]
+    held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
+    if written.note([*read, *held], ()):
+        raise HeldNeeded
+
+
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None,
-    counted: Sequence[Place] = (),
+    call: Call, before: AttributeSnapshot, counted: Sequence[Place] = (), *, mode: ConstantFakeMode,
+    wanted: OutputSelector, recorder: Recorder | None,
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted))
@@ -102,8 +125,12 @@ def _traced(
     return step, graph
 
 
-def _facts(step: TracedStep, graph: fx.GraphModule) -> TraceRecord:
-    """Return what must be the same in every call."""
+def _record(step: TracedStep, graph: fx.GraphModule) -> TraceRecord:
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
     facts = step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)
-    return graph, facts, step.python.after
+    tensors = {id(ref): tensor for tensor, ref in step.stored}
+
+    def fill(leaf: Any) -> Any:
+        return tensors[id(leaf)] if isinstance(leaf, Ref) else leaf
+
+    return TraceRecord(graph, facts, step.python.after, step.python.writes, fill, step.values)

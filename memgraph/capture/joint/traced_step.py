@@ -18,6 +18,7 @@ from ...graph.tensor_numbers import TensorNumbers
 from ...opaque.traced_parts import TracedParts, find_sums
 from ...tensors.loss_outputs import OutputSelector, custom_functions, reachable_nodes
 from ...tensors.pytree import Spec, flatten
+from ...tensors.traced_number import is_traced
 from ...tensors.traced_size import with_arguments
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
@@ -50,9 +51,11 @@ class TracedStep:
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
+        self.values: Sequence[Tensor] = ()
         self.outputs: tuple[Output, ...] = ()
         self.assigned: dict[int, Tensor] = {}
         self.leaves: tuple[Any, ...] = ()
+        self.stored: list[tuple[Any, Any]] = []  # what forward puts into attributes, with what stands for it
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
         self.sources: dict[Output, frozenset[int]] = {}
@@ -72,6 +75,7 @@ class TracedStep:
         )  # fmt: skip
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
+        self.values = values
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
@@ -94,7 +98,9 @@ class TracedStep:
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
             refuse_set_gradients(self.inputs, values, "a function's backward")
             refuse_lost(answers.trained, self.inputs, values, self.outputs)
-        self.python.end(values)
+        self.python.end(values, {id(leaf): ref for leaf, ref in self.stored})
+        # No stand-in for a number may outlive the trace.
+        self.stored = [(leaf.node.value if is_traced(leaf) else leaf, ref) for leaf, ref in self.stored]
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:
@@ -114,19 +120,21 @@ class TracedStep:
     def _forward(self, values: Sequence[Tensor]) -> Any:
         """Run the module, and find what it puts in the place of buffers."""
         shapes = {path: buffer.shape for path, buffer in self.call.module.named_buffers(remove_duplicate=False)}
-        with self.parts.replaced() if self.parts is not None else nullcontext():
+        with self.parts.replaced() if self.parts is not None else nullcontext(), self.python.in_forward():
             result = self.call.run(values)
         self.assigned = assigned_buffers(self.call.module, self.call.state(values), self.inputs, shapes)
         return result
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the distinct tensors of a result, and keep the rest as `leaves` and `spec`."""
+        """Return the distinct tensors of a result and of what forward has stored; the rest is `leaves` and `spec`."""
         leaves, self.spec = flatten(with_arguments(result) if self.mode.sizes is not None else result)
         # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
         rewritten = self.grad_edges.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
-        refs, outputs = references(leaves, self.inputs, passed, values, self.numbers)
-        self.leaves = tuple(refs)
+        stored = self.python.stored(values)
+        refs, outputs = references([*leaves, *stored], self.inputs, passed, values, self.numbers)
+        self.leaves = tuple(refs[: len(leaves)])
+        self.stored = [*zip(stored, refs[len(leaves) :], strict=True)]
         for i in rewritten:
             outputs.setdefault(id(values[i]), values[i])
             self.rewritten[i] = list(outputs).index(id(values[i]))

@@ -59,7 +59,7 @@ def take_back_numbers(before: AttributeSnapshot) -> ChangedNumbers | None:
     changed: list[Place] = []
     errors: list[CaptureError] = []
     for (path, module), attributes in zip(before.modules, before.attributes, strict=True):
-        for name, old in before.own(attributes, vars(module)).items():
+        for name, old in attributes.items():
             new = vars(module).get(name)
             if type(old) in NUMBERS and type(new) in NUMBERS and repr(old) != repr(new):
                 vars(module)[name] = old

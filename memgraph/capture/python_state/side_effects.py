@@ -1,18 +1,21 @@
-"""Refuse forwards whose next call depends on attributes that this one has set.
+"""Refuse forwards that change what their next call reads, and go on doing so.
 
-    self.width = x.shape[-1]                            the same in every call, and never read: allowed
+    self.width = x.shape[-1]                            never read: allowed
+    self.last = y.detach()                              never read: a further result of the step
     self.count = self.count + 1                         counted, and never read otherwise: allowed
+    if self.table is None: self.table = make()          two calls differ, and then no more: allowed
+    self.mean = 0.9 * self.mean + y.mean()              reads and writes tensors of one layout: allowed
     self.count = getattr(self, "count", 0) + 1          differs in every call: a CaptureError
-    first = not hasattr(self, "done"); self.done = True the second call differs: a CaptureError
     COUNTS["calls"] += 1                                a variable elsewhere that differs in every call: the same
 
-A captured step runs no Python, so it sets no attributes. If forward sets any, it is traced a second time with them in
-place. If that gives the same graph and the same attributes, every call does.
+A captured step runs no Python: its writes to attributes follow each run. If the next call reads any, it is traced as
+well, with these in place. It has to leave the like of what it finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,65 +25,110 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
+from ...graph.provenance import PROVENANCE
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites
 from ...guards.variable_scope import OuterVariable
+from ...guards.written_attributes import Attribute
 from .function_caches import empty_function_caches
 
-TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
+Changed = (
+    str | AttributeWrite | OuterVariable
+)  # an attribute by its path or by what is written, or a variable elsewhere
 
 
-def refuse_side_effects(
-    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord] | None
-) -> None:  # fmt: skip
-    """Raise if attributes that the first trace set change the next call, which `trace` traces; None if it is known not
-    to differ."""
-    changed = _first_change(before, first[2])
-    if changed is None:
-        return
-    if isinstance(changed, str) and first[2].has_fakes(changed):
-        raise stored_tensor_error(changed)
-    if isinstance(changed, OuterVariable) and first[2].outer.holds(changed, FakeTensor):
-        raise stored_tensor_error(_labelled(changed, before))
-    if trace is None:
-        return
+@dataclass(frozen=True, eq=False)
+class TraceRecord:
+    """A trace: its graph, its other results, the attributes and variables after it, and its writes.
+
+    Attributes:
+        fill: returns what the trace had where the writes have a reference.
+        values: its inputs.
+    """
+
+    graph: fx.GraphModule
+    facts: object
+    after: AttributeSnapshot
+    writes: AttributeWrites
+    fill: Callable[[Any], Any]
+    values: Sequence[Tensor]
+
+
+def settled_writes(
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[list[Attribute]], TraceRecord] | None
+) -> AttributeWrites:
+    """Return the writes of a trace.
+
+    Args:
+        trace: traces the next call, in which the tensors of some attributes are arguments; None if it is known to
+            leave the like of what it finds.
+
+    Raises:
+        CaptureError: the next call changes attributes again that it reads, or variables.
+    """
+    ran, changed_outer = before.outer.ran, before.outer.changes(first.after.outer)
+    outer = next((one for one in changed_outer if not ran.is_of_hooks(one)), None)
+    if outer is not None and first.after.outer.holds(outer, FakeTensor):
+        raise stored_tensor_error(_labelled(outer, before))
+    writes, changed = first.writes, before.changed(first.after)
+    if changed is None and outer is None:
+        return writes
+    before.restore_attributes()
+    writes.apply(first.fill)
+    found = AttributeSnapshot(before.modules[0][1], first.values, ran)
+    numbers = {item.where for item in writes.items if item.has_numbers}  # which stand-ins stood for
+    if lost := [name for name in found.changes(first.after) if name not in numbers]:
+        raise _changed_call_error(lost[0], before)
+    changing = writes.changing
+    if trace is None or (not changing and outer is None):
+        return writes
     empty_function_caches(before)
+    before.restore_attributes()
+    AttributeWrites(tuple(item for item in writes.items if item.is_read)).apply(first.fill)
+    culprit: Changed = changing[0] if changing else outer or ""
     try:
-        second = trace()
+        second = trace([*dict.fromkeys(item.attribute for item in changing if item.holds_tensors)])
     except Exception as error:
-        raise _changed_call_error(changed, before) from error
-    later = _first_change(first[2], second[2])
-    if later is not None or not is_same_step(first, second):
-        raise _changed_call_error(later or changed, before)
-
-
-def _first_change(before: AttributeSnapshot, after: AttributeSnapshot) -> str | OuterVariable | None:
-    """Return the first attribute that differs, or else the first variable elsewhere; hooks may change others."""
-    outer = (one for one in before.outer.changes(after.outer) if not before.outer.ran.is_of_hooks(one))
-    return before.changed(after) or next(outer, None)
+        raise _changed_call_error(culprit, before) from error
+    if again := {(item.where, item.key): item for item in second.writes.changing}:
+        raise _changed_call_error(
+            next((item for item in changing if (item.where, item.key) in again), next(iter(again.values()))), before
+        )
+    later = next(iter(first.after.outer.changes(second.after.outer)), None) if outer is not None else None
+    repeats = is_same_step(first, second) and second.writes.described <= first.writes.described
+    # Parts of a batch are called in another order than in eager.
+    in_parts = any(node.meta.get(PROVENANCE, {}).get("part") for node in first.graph.graph.nodes)
+    if later is not None or (not repeats and (outer is not None or in_parts)):
+        raise _changed_call_error(later or outer or culprit, before)
+    return replace(writes, repeats=repeats)
 
 
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     """Return True if two traces gave the same graph and the same results."""
-    return first[1] == second[1] and is_same_graph(first[0], second[0])
+    return first.facts == second.facts and is_same_graph(first.graph, second.graph)
 
 
-def _changed_call_error(changed: str | OuterVariable, before: AttributeSnapshot) -> CaptureError:
+def _changed_call_error(changed: Changed, before: AttributeSnapshot) -> CaptureError:
     return CaptureError(
         f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
-        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first call "
-        "sets it, run the plain module once before it is compiled"
+        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first "
+        "call sets it, run the plain module once before it is compiled"
     ).about(_attribute(changed, before))
 
 
-def _labelled(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
+def _labelled(changed: Changed, before: AttributeSnapshot) -> str:
+    if isinstance(changed, AttributeWrite):
+        return changed.change
     if isinstance(changed, str):
         return changed
     line = before.outer.ran.line(changed)
     return f"{changed.title} (at {line})" if line else changed.title
 
 
-def _attribute(changed: str | OuterVariable, before: AttributeSnapshot) -> str:
+def _attribute(changed: Changed, before: AttributeSnapshot) -> str:
     """Return the path of an attribute; for a variable, that of the forward of a submodule that refers to it."""
+    if isinstance(changed, AttributeWrite):
+        return changed.where
     if isinstance(changed, str):
         return changed
     readers = before.outer.ran.paths_of_readers(changed)

@@ -1,19 +1,23 @@
 """Watch what one trace of forward does to Python's state.
 
 with python.running(): forward    ->    python.counters, for numbers with which forward only counts
-python.end(values)                ->    python.changed, numbers that it needs; python.after, all that it leaves
+python.stored(values)             ->    the tensors that it has put into attributes
+python.end(values, placed)        ->    python.writes; python.changed, numbers that it has changed; python.after
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...graph.counters import Counter
-from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced
 from ...guards.attribute_writes import AttributeWrites, attribute_writes
+from ...guards.written_attributes import Attribute, finding_unread_writes
+from ...tensors.traced_number import is_traced
 from .counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from .refuse_iterators import refuse_iterators
 
@@ -26,6 +30,8 @@ class WatchedPython:
         self.counters: list[Counter] = []
         self.changed: ChangedNumbers | None = None
         self.after = before
+        self.writes = AttributeWrites()
+        self._unread = set[Attribute]()  # attributes that it has written, which no call reads
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -37,16 +43,31 @@ class WatchedPython:
         with counting(self.counted, self.counters), refuse_iterators(self.before):
             yield
 
-    def end(self, values: Sequence[Tensor]) -> None:
-        """Put back changed numbers, and keep what the trace has left.
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Find what a block writes, be it what is there already."""
+        return finding_unread_writes(self.module, self._unread)
+
+    def stored(self, values: Sequence[Tensor]) -> list[Any]:
+        """Return the traced tensors, and numbers read from these, that forward has put into attributes."""
+        after = AttributeSnapshot(self.module, values, self.before.outer.ran)
+        if not any(holds_traced(after.tokens.get(name)) for name in self.before.changes(after)):
+            return []
+        writes = attribute_writes(self.before, after, unread=self._unread)
+        leaves = (leaf for write in writes.items for leaf in write.leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_traced(leaf)]
+
+    def end(self, values: Sequence[Tensor], placed: Mapping[int, Any]) -> None:
+        """Put back what the trace has changed in attributes, and keep what that was.
+
+        Args:
+            placed: what stands for each tensor that forward has stored, by its id.
 
         Raises:
-            CaptureError: a traced tensor is left in the module.
+            CaptureError: another traced tensor is left in the module.
         """
-        self.changed = take_back_numbers(self.before)
-        self.before.refuse_leaks(set(map(id, values)))
         self.after = AttributeSnapshot(self.module, values, self.before.outer.ran)
-
-    def writes(self, has_floats: bool) -> AttributeWrites:
-        """Return what forward writes to attributes; nothing where floats are inputs, whose traces other calls use."""
-        return AttributeWrites() if has_floats else attribute_writes(self.before, self.after)
+        self.writes = attribute_writes(self.before, self.after, placed, self._unread)
+        self.changed = take_back_numbers(self.before)
+        self.before.refuse_tensors({*map(id, values), *placed})
+        self.before.restore_attributes()
+        self.after.forget_values()

@@ -31,7 +31,7 @@ def at_lengths(general: Captured, trace: SizeTrace, lengths: Sequence[int]) -> C
     number = trace.at(lengths)
     graph = LaterGraph(general.graph, partial(graph_at, general.graph.graph, number))
     leaves = tuple(_leaf(leaf, number) for leaf in general.leaves)
-    return replace(general, graph=graph, leaves=leaves, writes=general.writes.at(number))
+    return replace(general, graph=graph, leaves=leaves, writes=general.writes.at(lambda leaf: _leaf(leaf, number)))
 
 
 def graph_at(general: fx.Graph, number: Number) -> fx.Graph:
@@ -82,9 +82,11 @@ class SizedValues:
 
 
 def _leaf(leaf: Any, number: Number) -> Any:
-    """Return a part of the module's result, with the sizes that it has."""
+    """Return a part of the module's result, or of what it writes, with the sizes that it has."""
     if isinstance(leaf, SizeArgument):
         return number(leaf)
+    if isinstance(leaf, torch.Size):
+        return torch.Size(map(number, leaf))
     if not isinstance(leaf, Ref) or leaf.view is None:
         return leaf
     view = leaf.view

@@ -33,8 +33,13 @@ def describe(captured: Captured, values: FloatValues) -> list[object]:
     def value(argument: FloatArgument) -> float:
         return float(argument.node.compute(values)) if values else float(argument)
 
+    def written(leaf: object) -> object:
+        if not isinstance(leaf, Ref) or leaf.kind != "float":
+            return leaf
+        return float(captured.floats[leaf.index].compute(values))
+
     ops = described_ops(captured.graph.graph, partial(pytree.tree_map_only, FloatArgument, value))
-    return [leaves, *roles, *rest, *ops]
+    return [leaves, *roles, *rest, sorted(captured.writes.at(written).described), *ops]
 
 
 def has_same_constants(one: Captured, other: Captured) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors that forward keeps in attributes are refused by name, and a cache is fine once the plain module has made it."""
+"""Tensors that forward keeps in attributes are there after each step; what grows is refused by name."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ def listed(module: Keeping, y: Tensor) -> Tensor:
 
 
 REFUSED: dict[Callable[[Keeping, Tensor], Tensor], str] = {
-    last: r"stores a tensor in (part\.)?cache, as no captured step can",
-    lazily: r"cache[\s\S]*run the plain module once before it is compiled, with the longest input",
     appended: r"assigns torch\.float32 \(4, 8\) to buffer (part\.)?bank, which is torch\.float32 \(0, 8\)",
 }
 

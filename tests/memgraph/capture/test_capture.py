@@ -115,7 +115,7 @@ def test_outputs_that_have_no_gradient() -> None:
     captured = agrees(Plain(lambda m, h: (h, h.detach(), h.argmax(-1), h > 0, None, [h, h.view(-1)], "text")), X)
     assert captured.tangents == (0, 4)  # the second `h` is the first one
     outputs = [torch.tensor(float(i)) for i in range(5)]
-    a, b, c, d, none, (e, f), text = captured.result(outputs, [])
+    a, b, c, d, none, (e, f), text = captured.result(captured.fill(outputs, []))
     assert [a, b, c, d, e, f, none, text] == [*outputs[:4], outputs[0], outputs[4], None, "text"]
 
 

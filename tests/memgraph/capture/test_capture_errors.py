@@ -50,11 +50,6 @@ def test_a_decision_that_python_draws_is_refused(draw: Callable[[], float]) -> N
     assert states == (random.getstate(), str(numpy.random.get_state()))
 
 
-def keep(model: Any, h: Tensor) -> Tensor:
-    model.auxiliary = h.sum()
-    return h
-
-
 def reshape(model: Any, h: Tensor) -> Tensor:
     model.mean = h.detach()
     return h
@@ -72,7 +67,6 @@ def train(model: Any, h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("then", "says"),
     [
-        (keep, "forward stores a tensor in auxiliary"),
         (reshape, r"assigns torch.float32 \(2, 4\) to buffer mean"),
         (count, "changes the tensor table in place, which is no buffer"),
         (train, "the tensor table requires a gradient but is no parameter"),

@@ -88,16 +88,6 @@ def test_an_argument_that_hides_tensors_is_refused_by_its_type() -> None:
         memgraph.compile(Taking(), ROOM)(batch(), Locked())
 
 
-def test_a_tensor_that_forward_leaves_on_the_module_is_refused_by_its_name() -> None:
-    class Leaving(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = super().forward(x)
-            return self.seen
-
-    with pytest.raises(memgraph.CaptureError, match=r"forward stores a tensor in seen"):
-        memgraph.compile(Leaving(), ROOM)(batch())
-
-
 def here() -> int:
     """The line after that of the caller."""
     frame = inspect.currentframe()

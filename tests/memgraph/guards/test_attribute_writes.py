@@ -1,4 +1,4 @@
-"""The changes between two snapshots are put in place for a block, and taken back."""
+"""The changes between two snapshots, as writes that can be done again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from memgraph.guards.attribute_snapshot import AttributeSnapshot
-from memgraph.guards.attribute_writes import attribute_writes, written
+from memgraph.guards.attribute_writes import attribute_writes, is_alike
 
 
 def module() -> Any:
@@ -41,27 +42,39 @@ def state(made: Any) -> list[Any]:
     return [repr(attributes), repr(made[0].table), repr(made[0].kept), made.held.size]
 
 
-def test_writes_are_put_in_place_for_a_block() -> None:
+def test_writes_that_are_applied_give_the_same_attributes() -> None:
     made = module()
     begin, before = state(made), AttributeSnapshot(made)
     with before.restored_attributes():
         write(made)
-        writes, after = attribute_writes(before, AttributeSnapshot(made)).items, state(made)
+        writes, after = attribute_writes(before, AttributeSnapshot(made)), state(made)
     assert state(made) == begin
-    with written(writes):
-        assert state(made) == after
-        assert not hasattr(made, "tensor")
-    assert state(made) == begin
+    writes.apply(lambda leaf: leaf)
+    assert state(made) == after
+    assert torch.equal(made.tensor, torch.ones(2))
 
 
-def test_equal_values_have_equal_tokens() -> None:
-    tokens = []
+def test_equal_writes_are_described_alike() -> None:
+    described = []
     for _ in range(2):
         made = module()
         before = AttributeSnapshot(made)
         write(made)
-        tokens.append([write.token for write in attribute_writes(before, AttributeSnapshot(made)).items])
-    assert tokens[0] == tokens[1]
+        described.append(attribute_writes(before, AttributeSnapshot(made)).described)
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (1, 1, True), (1, 1.0, False), (1, True, False), ([1, "a"], [1, "a"], True), ([1], [1, 2], False),
+        (torch.ones(2), torch.zeros(2), True), (torch.ones(2), torch.ones(3), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False), ((torch.ones(2),), [torch.ones(2)], False),
+        (0.0, -0.0, False), (float("nan"), float("nan"), True), (None, None, True),
+    ],
+)  # fmt: skip
+def test_values_are_alike_by_structure_layouts_and_constants(one: Any, other: Any, expected: bool) -> None:
+    assert is_alike(one, other) is expected
 
 
 def test_writes_keep_no_module_alive() -> None:

@@ -35,7 +35,9 @@ def guard(number: int, expected: bool, where: str = "here", predicate: str = "")
 
 
 def failed(guards: tuple[ValueGuard, ...], number: int, actual: bool) -> CallFacts:
-    return CallFacts((), False, select_all, tuple).after(GuardFailed(number, (actual,), guards))
+    return CallFacts((), [], False, select_all, lambda: failed(guards, number, actual)).after(
+        GuardFailed(number, (actual,), guards)
+    )
 
 
 TRUE, FALSE, OTHER = guard(0, True), guard(0, False), guard(0, True, "elsewhere")

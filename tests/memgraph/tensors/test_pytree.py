@@ -85,6 +85,12 @@ def test_what_can_not_be_taken_apart_is_named() -> None:
         flatten({"a": threading.Lock()})
 
 
+def test_a_shape_stays_one() -> None:
+    tree = {"shapes": [torch.Size([1, 2]), (3, None)], "other": torch.Size([])}
+    back = unflatten(*flatten(tree))
+    assert back == tree and type(back["shapes"][0]) is type(back["other"]) is torch.Size
+
+
 def test_the_number_of_leaves_must_fit() -> None:
     _, spec = flatten([1, 2])
     with pytest.raises(ValueError, match="2 leaves belong to this tree, 1 were given"):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memgraph
-from memgraph.capture import trace_call
 from memgraph.capture.capture import capture
 from memgraph.capture.sizes.same_capture import is_same_capture
 from memgraph.capture.sizes.size_capture import SizeCapture
@@ -228,14 +227,6 @@ def test_a_result_in_a_larger_storage_has_a_constant_length(traces: Traces, capl
     with caplog.at_level(logging.INFO):
         check(Branch(patches), [(torch.randn(n, 6),) for n in (9, 8, 11)])
     assert "lengths stay constants of the graph: a result lies in a larger storage" in caplog.text
-
-
-def test_captures_with_symbols_are_not_kept_on_disk(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[str] = []
-    monkeypatch.setattr(trace_call, "keep_capture", lambda kind, *rest: kinds.append(kind))
-    check(Branch(squares), [(torch.randn(n, 6),) for n in (9, 7, 5)])
-    assert (traces.plain, traces.general) == (1, 1)
-    assert kinds[0] and kinds[1:] == [""]
 
 
 def test_slices_of_a_wider_tensor_keep_their_strides(traces: Traces) -> None:

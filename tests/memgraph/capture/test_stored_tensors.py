@@ -1,0 +1,206 @@
+"""Tensors that forward stores in attributes are results of the step, and arguments of the next one if that reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import memgraph
+from tests.support.compare import ROOM, assert_equal
+
+
+class Storing(nn.Module):
+    """Its forward does something with its attributes; `loss` may read them."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.then = nn.Linear(8, 8), then
+        self.cache: Any = None
+        self.mean = torch.zeros(8)
+        self.kept: list[Tensor] = []
+        self.state: Any = None
+        self.table: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.body(x))
+
+
+def last(part: Any, y: Tensor) -> Tensor:
+    part.last = y.detach()
+    return y
+
+
+def last_of_a_half(part: Any, y: Tensor) -> Tensor:
+    part.last, part.rest = y.detach()[:2], {"rows": [y[2:] * 2], "count": 3}
+    return y
+
+
+def lazily(part: Any, y: Tensor) -> Tensor:
+    if part.cache is None:
+        part.cache = torch.linspace(0, 1, len(y))[:, None]
+    return y + torch.as_tensor(part.cache)
+
+
+def running_mean(part: Any, y: Tensor) -> Tensor:
+    part.mean = 0.9 * part.mean + 0.1 * y.mean(0).detach()
+    return y * torch.as_tensor(part.mean)
+
+
+def recurrent(part: Any, y: Tensor) -> Tensor:
+    before = torch.zeros_like(y) if part.state is None else part.state[0]
+    after = torch.tanh(before + y)
+    part.state = (after.detach(), {"twice": after.detach() * 2})
+    return after
+
+
+def cleared(part: Any, y: Tensor) -> Tensor:
+    part.kept.clear()
+    part.kept += [y, y * 2]
+    return y
+
+
+def made_anew(part: Any, y: Tensor) -> Tensor:
+    part.kept = []
+    part.kept.append(y.detach())
+    return y
+
+
+def in_a_dict(part: Any, y: Tensor) -> Tensor:
+    part.table["y"] = y.detach()
+    return y
+
+
+def auxiliary(part: Any, y: Tensor) -> Tensor:
+    part.auxiliary = y.square().mean()
+    return y
+
+
+def read_at_once(part: Any, y: Tensor) -> Tensor:
+    part.seen = y.tanh()
+    return torch.as_tensor(part.seen)
+
+
+def a_view(part: Any, y: Tensor) -> Tensor:
+    part.given, part.scaled = y.t(), y
+    return y
+
+
+def number(part: Any, y: Tensor) -> Tensor:
+    part.level = y.mean().item()
+    return y
+
+
+STORING = [
+    last, last_of_a_half, lazily, running_mean, recurrent, cleared, made_anew, in_a_dict, auxiliary, read_at_once,
+    a_view, number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("then", STORING)
+def test_attributes_are_those_of_eager_after_each_step(then: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    plain: Any = Storing(then)
+    ours = copy.deepcopy(plain)
+    compiled: Any = memgraph.compile(ours, ROOM)
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        for module, run in ((plain, plain), (ours, compiled)):
+            module.zero_grad()
+            (run(x).sum() + (module.auxiliary if then is auxiliary else 0)).backward()
+        assert_equal([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
+        assert_equal(tensors(ours), tensors(plain))
+        assert [x.requires_grad for x in tensors(ours)] == [x.requires_grad for x in tensors(plain)]
+    assert len({id(variant.captured) for variant in compiled._kept.variants}) <= 2
+
+
+def tensors(module: nn.Module) -> list[Tensor]:
+    """Return the values of its attributes, numbers as tensors."""
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in ("then", "training")}
+    return [torch.as_tensor(leaf) for leaf in pytree.tree_leaves(own) if leaf is not None]
+
+
+def test_a_stored_tensor_is_the_one_that_is_returned() -> None:
+    module: Any = Storing(read_at_once)
+    compiled = memgraph.compile(module, ROOM)
+    for _ in range(2):
+        assert compiled(torch.ones(2, 8)) is module.seen
+
+
+def test_what_is_kept_by_the_caller_stays() -> None:
+    module: Any = Storing(last)
+    compiled, kept = memgraph.compile(module, ROOM), []
+    for i in range(3):
+        compiled(torch.full((2, 8), float(i)))
+        kept.append(module.last)
+    assert_equal(kept, [module.body(torch.full((2, 8), float(i))).detach() for i in range(3)])
+
+
+def test_a_state_that_is_not_detached_is_differentiated_once_as_in_eager() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.cache = y if part.cache is None else part.cache + y
+        return torch.as_tensor(part.cache)
+
+    compiled = memgraph.compile(Storing(then), ROOM)
+    compiled(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(memgraph.MemgraphError, match="differentiated before"):
+        compiled(torch.ones(2, 8)).sum().backward()
+
+
+def test_another_kind_of_call_reads_what_training_stores() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        if part.training:
+            part.last = y.detach()
+            return y
+        return y - torch.as_tensor(part.last)
+
+    torch.manual_seed(0)
+    plain: Any = Storing(then)
+    ours = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for training in (True, False, True, False, False):
+        plain.train(training)
+        compiled.train(training)
+        x = torch.randn(3, 8)
+        assert torch.equal(compiled(x), plain(x)), training
+
+
+def test_the_caller_may_put_something_else_there() -> None:
+    torch.manual_seed(0)
+    plain: Any = Storing(running_mean)
+    ours: Any = copy.deepcopy(plain)
+    compiled = memgraph.compile(ours, ROOM)
+    for i in range(5):
+        x = torch.randn(3, 8)
+        assert torch.equal(compiled(x), plain(x))
+        if i in (1, 3):
+            plain.mean = ours.mean = torch.ones(8) if i == 1 else torch.ones(1, dtype=torch.float64)
+
+
+def test_what_nothing_reads_is_written_whatever_is_there() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.width = y.shape[0]
+        return y
+
+    module: Any = Storing(then)
+    compiled = memgraph.compile(module, ROOM)
+    for rows, before in ((2, "x"), (2, None), (3, 3), (3, "y"), (2, 3)):
+        module.width = before
+        compiled(torch.ones(rows, 8))
+        assert module.width == rows
+
+
+def test_a_list_that_grows_is_refused() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.kept.append(y.detach())
+        return y
+
+    module = Storing(then)
+    with pytest.raises(memgraph.CaptureError, match="forward changes kept, which changes its next call"):
+        memgraph.compile(module, ROOM)(torch.ones(2, 8))
+    assert module.kept == []
