@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +116,9 @@ class AttributeWalk:
         self.states: list[dict[str, Any]] = []  # the parameters and buffers of each submodule that has some
         self._checks: list[Check] = []
         self._dicts = ReadDicts()
-        self._typed: list[Any] = []  # objects whose class can be assigned
+        self._typed: list[Any] = []  # objects whose class and `__dict__` can be assigned
         self._types: list[type] = []
+        self._insides: list[dict[str, Any]] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
 
@@ -139,6 +140,8 @@ class AttributeWalk:
         """Return True if anything that was read has changed."""
         try:
             if any(self._empty) or [*map(type, self._typed)] != self._types or self._dicts.have_changed():
+                return True
+            if not all(map(is_, map(vars, self._typed), self._insides)):
                 return True
             for read, expected in self._checks:  # no generator: every call of the module comes by
                 if read() != expected:
@@ -213,7 +216,7 @@ class AttributeWalk:
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
         found = read(attributes)
         self._keep(found)
-        self._note_type(module)
+        self._note_type(module, attributes)
         if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
             self._check(lambda: (len(attributes), *map(id, read(attributes))))
         else:
@@ -262,7 +265,7 @@ class AttributeWalk:
             self._describe_container(thing, depth)
         attributes, named = getattr(thing, "__dict__", None), slots(kind)
         if isinstance(attributes, dict):
-            self._note_type(thing)
+            self._note_type(thing, attributes)
             self._describe_mapping(
                 attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset(), True
             )
@@ -311,9 +314,10 @@ class AttributeWalk:
         else:
             self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
 
-    def _note_type(self, thing: Any) -> None:
+    def _note_type(self, thing: Any, inside: dict[str, Any]) -> None:
         self._typed.append(thing)
         self._types.append(type(thing))
+        self._insides.append(inside)
 
     def _check(self, read: Callable[[], object]) -> None:
         self._checks.append(Check(read, read()))

@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
@@ -25,7 +26,9 @@ from .variable_scope import OuterVariable, Scope
 from .what_ran import Reads
 
 Place = tuple[int, str]  # that of an `OuterVariable`
-TOLD = (FunctionType, BuiltinFunctionType, type)  # count in installed packages too: someone may have replaced one
+# These count in installed packages too: someone may have replaced one.
+TOLD = (FunctionType, BuiltinFunctionType, type, staticmethod, classmethod, property, Enum)
+NESTED = 2  # containers in a registry of a package
 
 
 class VariableGuard:
@@ -155,7 +158,7 @@ class VariableWalk(PlainWalk):
         else:
             inside = owner if isinstance(owner, dict) else vars(owner)
             self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(plain))
-        if isinstance(owner, type):
+        if isinstance(owner, type) and (content or not scope.is_installed):
             self.tokens += map(IdentityKey, owner.__mro__)
             self._classes += [] if owner in self._classes else [owner]
         for name in names:
@@ -189,11 +192,12 @@ def _is_small(thing: Any) -> bool:
     return not isinstance(thing, dict | list | tuple | set | frozenset | deque) or len(thing) <= LARGE
 
 
-def _is_registry(value: Any) -> bool:
-    """Return True for a container of plain values, functions and classes."""
-    if not isinstance(value, dict | list | tuple) or not 0 < len(value) <= LARGE:
+def _is_registry(value: Any, depth: int = 0) -> bool:
+    """Return True for a container of plain values, functions, classes and such containers."""
+    if not isinstance(value, dict | list | tuple | set | frozenset) or len(value) > LARGE or depth > NESTED:
         return False
-    return all(isinstance(each, (*CONSTANTS, *TOLD)) for each in (value.values() if isinstance(value, dict) else value))
+    inside = value.values() if isinstance(value, dict) else value
+    return all(isinstance(each, (*CONSTANTS, *TOLD)) or _is_registry(each, depth + 1) for each in inside)
 
 
 def _counts(name: str, value: Any, scope: Scope) -> bool:

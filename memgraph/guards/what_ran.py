@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
 from .code_reads import CodeReads, code_reads, mentions_any
@@ -67,12 +68,17 @@ class Entered(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A class or an object whose attributes count once some code names them."""
+    """A class or an object whose attributes count once some code names them.
+
+    Attributes:
+        inherited: names of its bases, and of its class: an attribute that it gets may hide theirs.
+    """
 
     title: str
     owner: Any
     is_installed: bool
     depth: int
+    inherited: frozenset[str]
 
 
 class WhatRan:
@@ -94,7 +100,7 @@ class WhatRan:
         self.codes: dict[CodeType, Entered] = {}
         self._seen = set[int]()  # functions
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
-        self._names = set(ENTRIES)
+        self._names = {*ENTRIES, *METHODS}
         self._loads = set[str]()
         self._takes_any = False
         self._whole: dict[int, Whole] = {}
@@ -278,7 +284,8 @@ class WhatRan:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
             self._made.setdefault(value.__code__, []).append(value)
-            is_theirs = is_library(module_of(value)) and not value.__code__.co_filename.startswith(MEMGRAPH)
+            file = value.__code__.co_filename  # a decorator of torch's has given it the module of what it wraps
+            is_theirs = not is_watched(file) and not file.startswith(MEMGRAPH)
             if value.__closure__ and is_theirs and id(value) not in self._seen:
                 self._enter_function(value)  # nothing tells when it is entered
             inside = [content for cell in value.__closure__ or () for content in cell_contents(cell)]
@@ -311,7 +318,8 @@ class WhatRan:
         meta: Any = type(kind)
         for base in (*kind.__mro__, *meta.__mro__):
             if id(base) not in self._whole and (base in NAMESPACES or is_open(base)):
-                self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), 0)
+                inherited = _names_of(base.__mro__[1:])
+                self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), 0, inherited)
                 self._name_attributes(whole)
                 for value in vars(base).values():
                     if isinstance(value, WRAPPERS):
@@ -327,7 +335,7 @@ class WhatRan:
             return
         self._enter_class(kind)
         if kind in NAMESPACES or is_open(kind):
-            self._whole[id(inside)] = whole = Whole(title, inside, installed, depth)
+            self._whole[id(inside)] = whole = Whole(title, inside, installed, depth, _names_of(kind.__mro__))
             self._name_attributes(whole)
 
     def _name_attributes(self, whole: Whole) -> None:
@@ -335,7 +343,7 @@ class WhatRan:
         names = set(content) if self._takes_any else self._names & content.keys()
         if self._takes_any and not whole.is_installed and isinstance(whole.owner, dict):
             self._add_whole(whole)
-        absent = set[str]() if whole.is_installed else self._names
+        absent = self._names & whole.inherited if whole.is_installed else self._names
         self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)
         if whole.owner is content or not whole.is_installed:
             for name in names & content.keys():
@@ -387,6 +395,10 @@ def _loads(base: type) -> frozenset[str]:
 
 def _hooks(part: nn.Module) -> Iterator[Any]:
     yield from (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+
+
+def _names_of(kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(name for kind in kinds for name in vars(kind))
 
 
 def _is_variable(value: Any) -> bool:
