@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 import types
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ LAST = re.compile(r"^(.*?)(?:\.(\w+)|\['(\w+)'\]|\[(\d+)\])$", re.DOTALL)  # the
 OF_CLASS = re.compile(r"^dict\((type\(.*\)\S*)\.__dict__\)$")  # the content of a class
 # Dynamo takes another way through these than a trace does.
 OTHER_WAY = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
-OF_LIBRARIES = ("inspect", "os.environ", "torch.vmap")
+OF_LIBRARIES = ("inspect", "torch.vmap")
 # A flag of torch's, names of classes and functions, and what memgraph leaves out.
 UNREAD = ("call_super_init", "__name__", "__module__", *WRITTEN_BY_SAVE)
 # What stands there is not replaced as a whole: torch keeps the numbers of hooks beside the hooks, which count.
@@ -43,12 +44,13 @@ KEPT = (
     "_modules", "_parameters", "_buffers", "__class__", "__getattribute__", "_hooks_with_kwargs", "_hooks_always_called",
 )  # fmt: skip
 ALIKE = 4  # layers of a model, say
+ON_VALUES = (
+    "longformer", "reformer", "switch_transformers", "led", "video_mae", "wav2vec2", "hubert", "time_series_transformer",
+    "informer", "tv_ssd", "rgcn", "graph_unet", "routed",
+)  # fmt: skip
 LEFT_OUT = {
-    **dict.fromkeys(
-        ("led", "bert2bert", "video_mae", "time_series_transformer", "informer"), "Dynamo breaks its graph"
-    ),
-    **dict.fromkeys(("longformer", "bigbird", "reformer", "switch_transformers"), "Dynamo raises an error"),
-    **dict.fromkeys(("wav2vec2", "hubert"), "Dynamo raises an error"),
+    **dict.fromkeys(ON_VALUES, "Dynamo breaks its graph where it branches on values or sizes that depend on them"),
+    **dict.fromkeys(("bigbird", "packed_lstm", "packed_gru", "ctc"), "Dynamo can't trace a function of torch or numpy"),
     **dict.fromkeys(("recurrent_gemma", "detr", "yolos"), "memgraph refuses it"),
 }
 
@@ -113,14 +115,12 @@ def places_of(training: Training) -> list[Place]:
 def guards_of(training: Training) -> dict[str, Any]:
     """Return what Dynamo has guards on, by the expression that it looks each up by."""
     found: dict[str, Any] = {}
-    graphs: list[Any] = []
 
     def record(entries: Any) -> list[bool]:
         found.update({entry.name: entry.value for entry in entries if entry.has_value})
         return [True] * len(entries)
 
     def constants(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
         with torch.no_grad():
             outputs = graph(*inputs)
         return lambda *args: outputs
@@ -128,12 +128,16 @@ def guards_of(training: Training) -> dict[str, Any]:
     torch._dynamo.reset()
     warns: Any = getattr(logging.Logger, "warning_once", logging.Logger.warning)  # of transformers
     with torch._dynamo.config.patch(
-        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, ignore_logging_functions={warns}
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        allow_rnn=True,
+        ignore_logging_functions={warns, warnings.warn},
     ):
-        compiled: Any = torch.compile(training.model, backend=constants, options={"guard_filter_fn": record})
+        compiled: Any = torch.compile(
+            training.model, backend=constants, fullgraph=True, options={"guard_filter_fn": record}
+        )
         compiled(*training.args, **training.kwargs)
     torch._dynamo.reset()
-    assert len(graphs) == 1
     return found
 
 
@@ -158,11 +162,12 @@ def place_of(source: str, value: Any, model: nn.Module) -> Place | None:
     try:
         names = {"self": model, "G": Globals(content)}
         owner = content if prefix == "G" else eval(of_class[1] if of_class else prefix, names)
+        holder = eval(prefix.rpartition(".__closure__")[0], names) if isinstance(owner, types.CellType) else owner
         name: Any = attribute or key or int(index)
         now = vars(owner)[name] if of_class else getattr(owner, name) if attribute else owner[name]
     except (AttributeError, KeyError, NameError, TypeError):  # of a frame inside of others, say
         return None
-    is_theirs = is_library(_file(owner)) and not isinstance(owner, nn.Module | dict | list | types.CellType)
+    is_theirs = is_library(_file(holder)) and not isinstance(owner, nn.Module | dict | list)
     is_theirs = is_theirs or isinstance(owner, EnumMeta)  # whose members can't be assigned
     is_nested = isinstance(owner, dict) and prefix.startswith("dict.__getitem__(G")  # in registries of packages
     if now is not value or is_theirs or is_nested or name in UNREAD or any(name in prefix for name in OF_LIBRARIES):
