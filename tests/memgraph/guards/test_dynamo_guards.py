@@ -36,7 +36,7 @@ LAST = re.compile(r"^(.*?)(?:\.(\w+)|\['(\w+)'\]|\[(\d+)\])$", re.DOTALL)  # the
 OF_CLASS = re.compile(r"^dict\((type\(.*\)\S*)\.__dict__\)$")  # the content of a class
 # Dynamo takes another way through these than a trace does.
 OTHER_WAY = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
-OF_LIBRARIES = ("inspect", "torch.vmap")
+OF_LIBRARIES = ("inspect", "vmap.__kwdefaults__")
 # A flag of torch's, names of classes and functions, and what memgraph leaves out.
 UNREAD = ("call_super_init", "__name__", "__module__", *WRITTEN_BY_SAVE)
 # What stands there is not replaced as a whole: torch keeps the numbers of hooks beside the hooks, which count.

@@ -80,3 +80,17 @@ def test_what_forward_reads_in_containers_takes_effect_when_it_changes(kind_of: 
         module.linear.held = kind_of(scale=scale) if named else kind_of([scale])
         found = compiled(batch())
     assert torch.equal(found, module(batch()))
+
+
+@pytest.mark.parametrize("whose", ["an object's", "a module's"])
+def test_a_dict_of_attributes_that_is_replaced_takes_effect(whose: str) -> None:
+    module: Any = Function(lambda linear, x: linear(x) * linear.held.scale * linear.scale)
+    module.linear.held, module.linear.scale = type("Held", (), {})(), 1.0
+    module.linear.held.scale = 2.0
+    compiled = memgraph.compile(module, ROOM)
+    compiled(batch())
+    if whose == "an object's":
+        module.linear.held.__dict__ = {"scale": 5.0}
+    else:
+        module.linear.__dict__ = {**vars(module.linear), "scale": 5.0}
+    assert torch.equal(compiled(batch()), module(batch()))
