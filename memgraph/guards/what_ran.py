@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
-from .code_reads import CodeReads, code_reads, mentions_any
+from .code_reads import CodeReads, code_reads, library_loads, mentions_any
 from .found_functions import AROUND, MISSING, WRAPPERS, by_name, closes_over, codes, defaults_of, functions_with
 from .module_attributes import CONSTANTS
 from .packages import is_installed, is_library, is_open, module_of
@@ -146,7 +146,7 @@ class WhatRan:
 
     def takes(self, kind: type, name: str) -> bool:
         """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
-        return self._takes_any or name in self._loads or any(name in _loads(base) for base in kind.__mro__)
+        return self._takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
@@ -382,15 +382,6 @@ class WhatRan:
         if new := set(names) - known:
             known |= new
             self.scopes.append(Scope(title, owner, new, installed))
-
-
-@functools.cache
-def _loads(base: type) -> frozenset[str]:
-    """Return the attributes that the methods of a class of torch's take, which are not told of."""
-    if is_open(base) or base in (object, nn.Module):
-        return frozenset()
-    functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
-    return frozenset(name for each in functions for name in code_reads(each.__code__).loads)
 
 
 def _hooks(part: nn.Module) -> Iterator[Any]:
