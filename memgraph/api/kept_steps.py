@@ -21,7 +21,7 @@ from ..guards.attribute_guard import AttributeGuard
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.fact_texts import FactTexts
 from ..guards.signature import has_gradients, signature
-from ..guards.written_attributes import call_leaves
+from ..guards.written_attributes import call_leaves, written_attributes
 from ..planning.call_kinds import CallKinds
 from ..planning.general_captures import GeneralCaptures
 from ..planning.planner import Planner
@@ -53,6 +53,7 @@ class KeptSteps:
         self.variants, self.general = Variants(), GeneralCaptures()
         self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
         self._traced = set[Hashable]()  # kinds of calls whose submodules are all traced, as no plan fits otherwise
+        self._written = written_attributes(planner.module)
         self._has_warned = False
         self._parameters = tuple[int, ...]()  # those of the latest call, by their ids
         self._owned_by: object = None  # the latest call, if it was with these
@@ -64,7 +65,7 @@ class KeptSteps:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> CallFacts:
         """Return all tensors that a call reads, and what decides which step runs it."""
-        leaves, spec = call_leaves(self.planner.module, args, kwargs)
+        leaves, spec = call_leaves(args, kwargs, self._written.held)
         facts = signature(spec, leaves, self._attributes, (self.planner.state.key(), outputs))
         parameters, buffers = self._attributes.owned
         self._drop_replaced(parameters)

@@ -24,6 +24,7 @@ from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
 from .counters import Counter
 from .guard_ops import ValueGuard
+from .nodes import returned_values, tensors
 from .opaque_ops import Part
 
 
@@ -119,6 +120,20 @@ class Captured:
             whole = tensor.detach() if tensor is not None and blocks != (None,) else tensor
             found += [whole if rows is None or whole is None else whole[slice(*rows)] for rows in blocks]
         return found
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The bytes of the step before that are in attributes which no call reads, until the step has ended."""
+        unread = (leaf for write in self.writes.items if not write.is_read for leaf in write.leaves)
+        kept = {(ref.kind, ref.index) for ref in unread if isinstance(ref, Ref) and not ref.is_number}
+        if not kept:
+            return 0
+        given = zip(self.graph.graph.find_nodes(op="placeholder"), self.graph_inputs, strict=True)
+        nodes = [returned_values(self.graph.graph)[index] for kind, index in kept if kind == "output"]
+        wanted = {self.inputs[index] for kind, index in kept if kind == "input"}
+        nodes += [node for node, role in given if role.kind == "input" and role in wanted]
+        found = [tensor.untyped_storage() for node in nodes for tensor in tensors(node)]
+        return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
     def joined_nbytes(self, sizes: Sequence[int]) -> list[int]:
         """Return bytes of gradients and shards, given those of the graph's gradients and shards in their order."""

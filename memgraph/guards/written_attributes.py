@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from ..errors import CaptureError
 from ..tensors.pytree import Spec, flatten
 from .containers import restore_container
 
@@ -106,10 +107,21 @@ def finding_unread_writes(module: nn.Module, found: set[Attribute]) -> Iterator[
                 found.add(attribute)
 
 
-def call_leaves(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
-    """Return the leaves of a call and its structure; behind the arguments come the attributes that are held."""
-    held = written_attributes(module).held
-    return flatten((args, kwargs, *(each.value for each in held)) if held else (args, kwargs))
+def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attribute]) -> tuple[list[Any], Spec]:
+    """Return the leaves of a call and its structure; behind the arguments come the attributes that are held.
+
+    Raises:
+        CaptureError: one of these has parameters.
+    """
+    if not held:
+        return flatten((args, kwargs))
+    for attribute in held:
+        if any(isinstance(leaf, nn.Parameter) for leaf in flatten(attribute.value)[0]):
+            raise CaptureError(
+                f"forward stores a tensor in {attribute.name}, which has parameters or modules as well: keep these "
+                "in another attribute"
+            )
+    return flatten((args, kwargs, *(each.value for each in held)))
 
 
 def _filled(now: Any, value: Any) -> Any:

@@ -34,7 +34,7 @@ from ..tensors.parameter_groups import parameter_groups, state_tensors
 from .accumulated_step import with_remaining_grads, with_resident
 from .ranks import Ranks
 
-WRAPPER = "wrapper"  # the name of what it holds in a trace
+WRAPPER, KEPT = "wrapper", "kept_attributes"  # the names of what these hold in a trace
 
 
 class OptimizerState:
@@ -140,12 +140,13 @@ class OptimizerState:
     def with_update(self, trace: Trace, captured: Captured) -> Trace:
         """Return the trace of a captured step with optimizer states and update, and with gradients of other steps."""
         trained = self.trained(captured)
-        trace = self.add_update(self.with_wrapper(trace), captured.graph.graph, trained)
+        trace = self.add_update(self.with_others(trace, captured), captured.graph.graph, trained)
         # Ranks may hold different ones, and have to be cut alike.
         return trace if self.has_other_ranks else with_remaining_grads(trace, self.module, trained.parameters)
 
-    def with_wrapper(self, trace: Trace) -> Trace:
-        """Return the trace with what a wrapper around the module holds."""
+    def with_others(self, trace: Trace, captured: Captured) -> Trace:
+        """Return the trace with what a wrapper around the module holds, and attributes from the step before."""
+        trace = with_resident(trace, KEPT, captured.kept_nbytes, "attributes, which have tensors of the step before")
         return with_resident(trace, WRAPPER, self.wrapper.nbytes, "buffers of the wrapper that trains it over ranks")
 
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:

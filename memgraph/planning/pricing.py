@@ -100,7 +100,8 @@ class Pricing:
             summarized = step.summarize(profiler)
         trace = place_collectives(summarized, not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
-        trace = self.state.add_update(self.state.with_wrapper(self._with_held(trace, step)), step.graph, step.trained)
+        trace = self.state.with_others(self._with_held(trace, step), step.captured)
+        trace = self.state.add_update(trace, step.graph, step.trained)
         if self.options.cuda_graphs is True:
             trace = add_recording_memory(trace)
         if step.ranks.plan_together or self.options.plans:

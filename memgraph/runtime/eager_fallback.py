@@ -35,8 +35,9 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     written = {role.name for role in overwritten_buffers(captured).values()}
     named_buffers = dict(module.named_buffers())
-    leaves, _ = call_leaves(module, args, kwargs)
-    held = [(attribute, attribute.value) for attribute in written_attributes(module).held]
+    attributes = written_attributes(module).held
+    leaves, _ = call_leaves(args, kwargs, attributes)
+    held = [(attribute, attribute.value) for attribute in attributes]
     inputs = tensors_of(leaves)
     versions = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *inputs)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...graph.captured import Input
 from ...guards.written_attributes import Attribute, call_leaves, written_attributes
-from ...tensors.pytree import Spec, flatten, tensors_of, unflatten
+from ...tensors.pytree import Spec, tensors_of, unflatten
 from .changed_arguments import ArgumentSnapshot
 from .kept_by_hooks import HookSnapshot
 
@@ -31,7 +31,8 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        leaves, spec = call_leaves(module, args, kwargs)
+        held = tuple(written_attributes(module).held)
+        leaves, spec = call_leaves(args, kwargs, held)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         given = tensors_of(leaves)
         inputs = (
@@ -39,14 +40,13 @@ class Call:
             *(Input("buffer", name) for name in buffers),
             *_arguments(given),
         )
-        held = tuple(written_attributes(module).held)
         return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given), held)
 
     def holding(self, attributes: Iterable[Attribute]) -> Call:
         """Return the call with the present tensors of more attributes among its arguments."""
         args, kwargs, *_ = unflatten(self.leaves, self.spec)
         held = tuple(dict.fromkeys((*self.held, *attributes)))
-        leaves, spec = flatten((args, kwargs, *(each.value for each in held)) if held else (args, kwargs))
+        leaves, spec = call_leaves(args, kwargs, held)
         given = tensors_of(leaves)
         inputs = *(role for role in self.inputs if role.kind != "input"), *_arguments(given)
         owned = self.tensors[: len(inputs) - len(given)]

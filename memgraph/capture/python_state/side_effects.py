@@ -32,9 +32,8 @@ from ...guards.variable_scope import OuterVariable
 from ...guards.written_attributes import Attribute
 from .function_caches import empty_function_caches
 
-Changed = (
-    str | AttributeWrite | OuterVariable
-)  # an attribute by its path or by what is written, or a variable elsewhere
+# An attribute, by its path or by what is written, or a variable elsewhere.
+Changed = str | AttributeWrite | OuterVariable
 
 
 @dataclass(frozen=True, eq=False)

@@ -195,6 +195,25 @@ def test_what_nothing_reads_is_written_whatever_is_there() -> None:
         assert module.width == rows
 
 
+def test_the_tensors_of_the_step_before_are_counted() -> None:
+    module: Any = Storing(last)
+    compiled = memgraph.compile(module, ROOM)
+    compiled(torch.ones(100, 8)).sum().backward()
+    kept = [op.nbytes for op in compiled.plan.forecast.trace.ops if op.name == "kept_attributes"]
+    assert kept == [module.last.nbytes]
+
+
+def test_parameters_beside_what_is_stored_are_refused() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.table["last"] = y.detach()
+        return torch.as_tensor(part.table["layer"](y))
+
+    module: Any = Storing(then)
+    module.table["layer"] = module.body
+    with pytest.raises(memgraph.CaptureError, match="forward changes table"):
+        memgraph.compile(module, ROOM, opaque=False)(torch.ones(2, 8))
+
+
 def test_a_list_that_grows_is_refused() -> None:
     def then(part: Any, y: Tensor) -> Tensor:
         part.kept.append(y.detach())
