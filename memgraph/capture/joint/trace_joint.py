@@ -12,16 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.attribute_writes import AttributeWrites, require_plain_values
-from ...guards.written_attributes import Attribute, HeldNeeded, written_attributes
+from ...guards.written_attributes import Attribute
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
 from ...tensors.loss_outputs import OutputSelector
@@ -31,7 +29,7 @@ from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
 from ..python_state.counted_numbers import ChangedNumbers, Place
-from ..python_state.side_effects import TraceRecord, is_same_step, settled_writes
+from ..python_state.side_effects import TraceRecord, is_same_step, require_held, settled_writes
 from ..python_state.watched_python import WatchedPython
 from ..sizes.whole_slices import drop_whole_slices
 from .eager_behavior import eager_behavior
@@ -53,7 +51,7 @@ def trace_joint(
         if step.python.changed is not None:
             step, graph = _counted(partial(traced, call, before), step, graph, step.python.changed)
             counted = tuple(step.python.counted)
-        _require_held(call, before, step.python.writes)
+        require_held(before, step.python.writes)
 
         def next_call(attributes: Iterable[Attribute]) -> TraceRecord:
             later = call.holding(attributes)
@@ -63,9 +61,6 @@ def trace_joint(
         trace_next = None if mode.sizes is not None else next_call
         writes = settled_writes(before, _record(step, graph), trace_next)
         reads = before.outer.ran.reads(before.outer.changes(step.python.after.outer))
-        if mode.sizes is not None:
-            require_plain_values(writes)
-    written_attributes(call.module).note(writes.held, writes.unread)
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return replace(step.joint_graph(graph), writes=writes, reads=reads)
@@ -88,19 +83,6 @@ def _counted(
     if not is_same or counted.has_custom_functions:  # the backward of one may read the number
         return step, graph
     return counted, other
-
-
-def _require_held(call: Call, before: AttributeSnapshot, writes: AttributeWrites) -> None:
-    """
-    Raises:
-        HeldNeeded: tensors of attributes that calls write were read, and are no arguments of this one.
-    """
-    before.restore_attributes()
-    written, ran = written_attributes(call.module), before.outer.ran
-    read = [each for each in written.unread if (part := each.part()) is not None and ran.takes(type(part), each.name)]
-    held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
-    if written.note([*read, *held], ()):
-        raise HeldNeeded
 
 
 def _traced(

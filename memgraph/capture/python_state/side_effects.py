@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...graph.provenance import PROVENANCE
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
-from ...guards.attribute_writes import AttributeWrite, AttributeWrites
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites, require_plain_values
 from ...guards.variable_scope import OuterVariable
-from ...guards.written_attributes import Attribute
+from ...guards.written_attributes import Attribute, HeldNeeded, written_attributes
 from .function_caches import empty_function_caches
 
 # An attribute, by its path or by what is written, or a variable elsewhere.
@@ -53,18 +54,42 @@ class TraceRecord:
     values: Sequence[Tensor]
 
 
+def require_held(before: AttributeSnapshot, writes: AttributeWrites) -> None:
+    """
+    Raises:
+        HeldNeeded: tensors of attributes that calls write were read, and are no arguments of this one.
+    """
+    before.restore_attributes()
+    written, ran = written_attributes(before.modules[0][1]), before.outer.ran
+    read = [each for each in written.unread if (part := each.part()) is not None and ran.takes(type(part), each.name)]
+    held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
+    if written.note([*read, *held], ()):
+        raise HeldNeeded
+
+
 def settled_writes(
     before: AttributeSnapshot, first: TraceRecord, trace: Callable[[list[Attribute]], TraceRecord] | None
 ) -> AttributeWrites:
-    """Return the writes of a trace.
+    """Return the writes of a trace; from now on it is known which of them no call reads.
 
     Args:
-        trace: traces the next call, in which the tensors of some attributes are arguments; None if it is known to
-            leave the like of what it finds.
+        trace: traces the next call, in which the tensors of some attributes are arguments; None for a call with
+            symbols, which is known to leave the like of what it finds.
 
     Raises:
         CaptureError: the next call changes attributes again that it reads, or variables.
+        SizeNeededError: there may be a symbol in what is written.
     """
+    writes = _settled(before, first, trace)
+    if trace is None:
+        require_plain_values(writes)
+    written_attributes(before.modules[0][1]).note(writes.held, writes.unread)
+    return writes
+
+
+def _settled(
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[list[Attribute]], TraceRecord] | None
+) -> AttributeWrites:
     ran, changed_outer = before.outer.ran, before.outer.changes(first.after.outer)
     outer = next((one for one in changed_outer if not ran.is_of_hooks(one)), None)
     if outer is not None and first.after.outer.holds(outer, FakeTensor):
