@@ -126,6 +126,11 @@ class AttributeWrites:
         for item in self.items:
             item.apply(fill)
 
+    def without_reads(self, attributes: Set[Attribute]) -> AttributeWrites:
+        """Return the writes once it is known that no call reads these attributes before it writes them."""
+        items = (replace(item, is_read=item.is_read and item.attribute not in attributes) for item in self.items)
+        return replace(self, items=tuple(items))
+
     def at(self, leaf: Fill) -> AttributeWrites:
         """Return the writes with other leaves."""
         return replace(self, items=tuple(replace(item, leaves=tuple(map(leaf, item.leaves))) for item in self.items))

@@ -9,10 +9,11 @@ Each capture adds what it has found. What calls read is described with their arg
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -46,6 +47,11 @@ class Attribute:
     def key(self) -> tuple[int, str]:
         """The submodule, by its id, and the name."""
         return id(self.part()), self.name
+
+    def clear(self) -> None:
+        """Remove the attribute."""
+        if (part := self.part()) is not None:
+            vars(part).pop(self.name, None)
 
     def fill(self, value: Any) -> None:
         """Set the attribute, the items of containers in place."""
@@ -91,20 +97,64 @@ def written_attributes(module: nn.Module) -> WrittenAttributes:
     return _of_modules.setdefault(module, WrittenAttributes()) if found is None else found
 
 
-@contextmanager
-def finding_unread_writes(module: nn.Module, found: set[Attribute]) -> Iterator[None]:
-    """Find which of the attributes that nothing reads a block writes, be it what is there already."""
-    before = [(each, each.value) for each in written_attributes(module).unread if each.value is not Absent]
-    for attribute, _ in before:
-        attribute.fill(Unwritten)
-    try:
-        yield
-    finally:
-        for attribute, value in before:
-            if attribute.value is Unwritten:
-                attribute.fill(value)
+class AttributeWatch:
+    """Hides attributes for a block, and tells which of these it has read before it wrote them, and which it wrote.
+
+    Where a class has an attribute of the name as well, or finds attributes in its own way, a value stands for the
+    attribute, and it counts as read if code that ran `takes` the name.
+    """
+
+    def __init__(self, attributes: Iterable[Attribute], takes: Callable[[type, str], bool]) -> None:
+        self.read = set[Attribute]()
+        self._takes = takes
+        self._attributes = [*dict.fromkeys(attributes)]
+        self._hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
+        self._replaced: list[tuple[Attribute, Any]] = []
+        self._written: set[Attribute] | None = None  # once the block has ended
+
+    def written(self) -> set[Attribute]:
+        """Return the attributes that the block has written so far, be it what they had before."""
+        if self._written is not None:
+            return self._written
+        replaced = {each for each, _ in self._replaced if each.value is not Unwritten}
+        return replaced | {each for each, _ in self._hidden.values() if each.value is not Absent}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        plain: Any = nn.Module.__getattr__
+
+        def find(part: nn.Module, name: str) -> Any:
+            if (found := self._hidden.pop((id(part), name), None)) is None:
+                return plain(part, name)
+            attribute, value = found
+            self.read.add(attribute)
+            attribute.fill(value)
+            return value
+
+        there = [(each, each.value) for each in self._attributes if each.value is not Absent]
+        for attribute, value in there:
+            if _can_hide(attribute):
+                self._hidden[attribute.key] = attribute, value
+                attribute.clear()
             else:
-                found.add(attribute)
+                self._replaced.append((attribute, value))
+                attribute.fill(Unwritten)
+        try:
+            with mock.patch.object(nn.Module, "__getattr__", find) if self._hidden else nullcontext():
+                yield
+        finally:
+            written = self.written()
+            for attribute, value in (*self._replaced, *self._hidden.values()):
+                if attribute not in written:
+                    attribute.fill(value)
+            self.read |= {each for each, _ in self._replaced if self._takes(type(each.part()), each.name)}
+            self._written = written
+
+
+def _can_hide(attribute: Attribute) -> bool:
+    kind: Any = type(attribute.part())
+    finds = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
+    return finds and not any(attribute.name in vars(base) for base in kind.__mro__)
 
 
 def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attribute]) -> tuple[list[Any], Spec]:

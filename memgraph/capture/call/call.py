@@ -62,17 +62,23 @@ class Call:
         Raises:
             CaptureError: forward puts something into an argument, or a hook keeps a tensor.
         """
-        pairs = zip(self.tensors, self.inputs, values, strict=True)
-        given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
-        leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs, *held = unflatten(leaves, self.spec)
-        for attribute, value in zip(self.held, held, strict=True):
-            attribute.fill(value)
+        args, kwargs, *_ = self._filled(values)
         arguments, hooks = ArgumentSnapshot(self.module, args, kwargs), HookSnapshot(self.module)
         with hooks:
             result = self.module(*args, **kwargs)
         arguments.refuse_changes()
         return result
+
+    def fill_held(self, values: Sequence[Tensor]) -> None:
+        """Put other tensors into the attributes that are held."""
+        _, _, *held = self._filled(values)
+        for attribute, value in zip(self.held, held, strict=True):
+            attribute.fill(value)
+
+    def _filled(self, values: Sequence[Tensor]) -> Any:
+        pairs = zip(self.tensors, self.inputs, values, strict=True)
+        given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
+        return unflatten([given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
 
 def _arguments(given: Sequence[Tensor]) -> tuple[Input, ...]:

@@ -19,6 +19,7 @@ from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_writes import AttributeWrite
 from ...guards.written_attributes import Attribute
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
@@ -51,11 +52,12 @@ def trace_joint(
         if step.python.changed is not None:
             step, graph = _counted(partial(traced, call, before), step, graph, step.python.changed)
             counted = tuple(step.python.counted)
-        require_held(before, step.python.writes)
+        require_held(before, step.python.writes, step.python.watch.read)
 
-        def next_call(attributes: Iterable[Attribute]) -> TraceRecord:
-            later = call.holding(attributes)
-            return _record(*traced(later, AttributeSnapshot(call.module, later.tensors, before.outer.ran), counted))
+        def next_call(changing: Sequence[AttributeWrite]) -> TraceRecord:
+            later = call.holding(item.attribute for item in changing if item.holds_tensors)
+            found = AttributeSnapshot(call.module, later.tensors, before.outer.ran)
+            return _record(*traced(later, found, counted, [item.attribute for item in changing]))
 
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
         trace_next = None if mode.sizes is not None else next_call
@@ -86,11 +88,11 @@ def _counted(
 
 
 def _traced(
-    call: Call, before: AttributeSnapshot, counted: Sequence[Place] = (), *, mode: ConstantFakeMode,
-    wanted: OutputSelector, recorder: Recorder | None,
+    call: Call, before: AttributeSnapshot, counted: Sequence[Place] = (), tried: Iterable[Attribute] = (), *,
+    mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None,
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted))
+    step = TracedStep(call, mode, wanted, WatchedPython(call.module, before, counted, tried))
     if recorder is not None:
         step.parts = TracedParts(recorder)
     with step.provenance.tracking(), mode.tracing():
@@ -115,4 +117,5 @@ def _record(step: TracedStep, graph: fx.GraphModule) -> TraceRecord:
     def fill(leaf: Any) -> Any:
         return tensors[id(leaf)] if isinstance(leaf, Ref) else leaf
 
-    return TraceRecord(graph, facts, step.python.after, step.python.writes, fill, step.values)
+    python = step.python
+    return TraceRecord(graph, facts, python.after, python.writes, python.watch.read, fill, step.values)

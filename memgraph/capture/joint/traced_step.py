@@ -110,7 +110,8 @@ class TracedStep:
 
     @contextmanager
     def _running(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Put traced values in place of the module's parameters and buffers: a Function's backward may run it again."""
+        """Put traced values in place of the module's tensors: a Function's backward may run it again."""
+        self.call.fill_held(values)
         with (
             stateless._reparametrize_module(self.call.module, self.call.state(values), tie_weights=True),
             self.python.running(),
@@ -120,7 +121,7 @@ class TracedStep:
     def _forward(self, values: Sequence[Tensor]) -> Any:
         """Run the module, and find what it puts in the place of buffers."""
         shapes = {path: buffer.shape for path, buffer in self.call.module.named_buffers(remove_duplicate=False)}
-        with self.parts.replaced() if self.parts is not None else nullcontext(), self.python.in_forward():
+        with self.parts.replaced() if self.parts is not None else nullcontext():
             result = self.call.run(values)
         self.assigned = assigned_buffers(self.call.module, self.call.state(values), self.inputs, shapes)
         return result

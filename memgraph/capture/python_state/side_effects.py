@@ -14,7 +14,7 @@ well, with these in place. It has to leave the like of what it finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class TraceRecord:
     """A trace: its graph, its other results, the attributes and variables after it, and its writes.
 
     Attributes:
+        read: attributes that it read before it wrote them, of those that were tried.
         fill: returns what the trace had where the writes have a reference.
         values: its inputs.
     """
@@ -50,30 +51,30 @@ class TraceRecord:
     facts: object
     after: AttributeSnapshot
     writes: AttributeWrites
+    read: Set[Attribute]
     fill: Callable[[Any], Any]
     values: Sequence[Tensor]
 
 
-def require_held(before: AttributeSnapshot, writes: AttributeWrites) -> None:
+def require_held(before: AttributeSnapshot, writes: AttributeWrites, read: Set[Attribute]) -> None:
     """
     Raises:
-        HeldNeeded: tensors of attributes that calls write were read, and are no arguments of this one.
+        HeldNeeded: tensors of attributes that calls write were `read`, and are no arguments of this one.
     """
     before.restore_attributes()
-    written, ran = written_attributes(before.modules[0][1]), before.outer.ran
-    read = [each for each in written.unread if (part := each.part()) is not None and ran.takes(type(part), each.name)]
+    written = written_attributes(before.modules[0][1])
     held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
     if written.note([*read, *held], ()):
         raise HeldNeeded
 
 
 def settled_writes(
-    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[list[Attribute]], TraceRecord] | None
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[Sequence[AttributeWrite]], TraceRecord] | None
 ) -> AttributeWrites:
     """Return the writes of a trace; from now on it is known which of them no call reads.
 
     Args:
-        trace: traces the next call, in which the tensors of some attributes are arguments; None for a call with
+        trace: traces the next call, in which the tensors that were written are arguments; None for a call with
             symbols, which is known to leave the like of what it finds.
 
     Raises:
@@ -88,7 +89,7 @@ def settled_writes(
 
 
 def _settled(
-    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[list[Attribute]], TraceRecord] | None
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[Sequence[AttributeWrite]], TraceRecord] | None
 ) -> AttributeWrites:
     ran, changed_outer = before.outer.ran, before.outer.changes(first.after.outer)
     outer = next((one for one in changed_outer if not ran.is_of_hooks(one)), None)
@@ -111,10 +112,14 @@ def _settled(
     AttributeWrites(tuple(item for item in writes.items if item.is_read)).apply(first.fill)
     culprit: Changed = changing[0] if changing else outer or ""
     try:
-        second = trace([*dict.fromkeys(item.attribute for item in changing if item.holds_tensors)])
+        second = trace(changing)
     except Exception as error:
         raise _changed_call_error(culprit, before) from error
-    if again := {(item.where, item.key): item for item in second.writes.changing}:
+    unread = {item.attribute for item in changing} - second.read
+    writes = writes.without_reads(unread)
+    if not (changing := writes.changing) and outer is None:
+        return writes
+    if again := {(item.where, item.key): item for item in second.writes.without_reads(unread).changing}:
         raise _changed_call_error(
             next((item for item in changing if (item.where, item.key) in again), next(iter(again.values()))), before
         )

@@ -7,8 +7,8 @@ python.end(values, placed)        ->    python.writes; python.changed, numbers t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...graph.counters import Counter
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced
 from ...guards.attribute_writes import AttributeWrites, attribute_writes
-from ...guards.written_attributes import Attribute, finding_unread_writes
+from ...guards.written_attributes import Attribute, AttributeWatch, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
 from .refuse_iterators import refuse_iterators
@@ -25,13 +25,16 @@ from .refuse_iterators import refuse_iterators
 class WatchedPython:
     """Watches a trace of a module; objects stand for its `counted` numbers."""
 
-    def __init__(self, module: nn.Module, before: AttributeSnapshot, counted: Sequence[Place]) -> None:
+    def __init__(
+        self, module: nn.Module, before: AttributeSnapshot, counted: Sequence[Place], tried: Iterable[Attribute] = ()
+    ) -> None:
+        """Forward may read the attributes `tried`, or write them first."""
         self.module, self.before, self.counted = module, before, counted
+        self.watch = AttributeWatch([*written_attributes(module).unread, *tried], before.outer.ran.takes)
         self.counters: list[Counter] = []
         self.changed: ChangedNumbers | None = None
         self.after = before
         self.writes = AttributeWrites()
-        self._unread = set[Attribute]()  # attributes that it has written, which no call reads
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -40,19 +43,15 @@ class WatchedPython:
         Raises:
             CaptureError: it takes something from an iterator.
         """
-        with counting(self.counted, self.counters), refuse_iterators(self.before):
+        with counting(self.counted, self.counters), refuse_iterators(self.before), self.watch.watching():
             yield
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        """Find what a block writes, be it what is there already."""
-        return finding_unread_writes(self.module, self._unread)
 
     def stored(self, values: Sequence[Tensor]) -> list[Any]:
         """Return the traced tensors, and numbers read from these, that forward has put into attributes."""
         after = AttributeSnapshot(self.module, values, self.before.outer.ran)
         if not any(holds_traced(after.tokens.get(name)) for name in self.before.changes(after)):
             return []
-        writes = attribute_writes(self.before, after, unread=self._unread)
+        writes = attribute_writes(self.before, after, unread=self.watch.written())
         leaves = (leaf for write in writes.items for leaf in write.leaves)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_traced(leaf)]
 
@@ -66,7 +65,7 @@ class WatchedPython:
             CaptureError: another traced tensor is left in the module.
         """
         self.after = AttributeSnapshot(self.module, values, self.before.outer.ran)
-        self.writes = attribute_writes(self.before, self.after, placed, self._unread)
+        self.writes = attribute_writes(self.before, self.after, placed, self.watch.written())
         self.changed = take_back_numbers(self.before)
         self.before.refuse_tensors({*map(id, values), *placed})
         self.before.restore_attributes()

@@ -63,10 +63,10 @@ class Stateful(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
-        names = {"m": self, "rows": x.shape[0], "torch": torch, "y": y}
-        exec(self.before, names)
-        scale = eval(self.scale, names)
-        exec(self.after, names)
+        own, names = {"torch": torch}, {"m": self, "rows": x.shape[0], "y": y}
+        exec(self.before, own, names)
+        scale = eval(self.scale, own, names)
+        exec(self.after, own, names)
         return y * scale
 
 
