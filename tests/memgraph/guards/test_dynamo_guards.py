@@ -30,7 +30,6 @@ from benchmarks.zoo.torchvision_ops import import_torchvision
 from benchmarks.zoo.training import Training
 from memgraph.guards.module_attributes import WRITTEN_BY_SAVE
 from memgraph.guards.packages import is_library, module_of
-from memgraph.tensors.pytree import flatten
 
 LAST = re.compile(r"^(.*?)(?:\.(\w+)|\['(\w+)'\]|\[(\d+)\])$", re.DOTALL)  # the place that a guard's source ends with
 OF_CLASS = re.compile(r"^dict\((type\(.*\)\S*)\.__dict__\)$")  # the content of a class
@@ -88,10 +87,9 @@ class Place(NamedTuple):
 def is_missed(place: Place, compiled: memgraph.CompiledModule, training: Training) -> bool:
     """Return True if a capture serves the call while a place has another value; one has to, before and after."""
     kept: Any = compiled.__dict__["_kept"]
-    leaves, spec = flatten((training.args, dict(training.kwargs)))
 
     def is_served() -> bool:
-        _, call = kept.read(spec, leaves, compiled.__dict__["_outputs"])
+        call = kept.read(training.args, dict(training.kwargs), compiled.__dict__["_outputs"])
         return any(variant.assumptions.holds(call.facts) for variant in kept.variants)
 
     assert is_served(), place.source
