@@ -67,7 +67,7 @@ class KeptSteps:
         """Return all tensors that a call reads, and what decides which step runs it."""
         leaves, spec = call_leaves(args, kwargs, self._written.held)
         facts = signature(spec, leaves, self._attributes, (self.planner.state.key(), outputs))
-        parameters, buffers = self._attributes.owned
+        parameters, buffers = self._attributes.latest
         self._drop_replaced(parameters)
         adds = bool(self.planner.options.accumulate) or has_gradients(parameters)
         tensors, read = [*parameters, *buffers, *tensors_of(leaves)], partial(self.read, args, kwargs, outputs)

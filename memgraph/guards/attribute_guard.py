@@ -24,7 +24,11 @@ from .written_attributes import written_attributes
 
 
 class AttributeGuard:
-    """The attributes of a module and the variables that captures have read; these rest on their `groups`."""
+    """The attributes of a module and the variables that captures have read; these rest on their `groups`.
+
+    Attributes:
+        latest: the parameters and buffers of the latest `tensors`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -37,6 +41,7 @@ class AttributeGuard:
         self._owned: tuple[list[ref[Tensor]], list[ref[Tensor]]] = ([], [])
         self._owned_by: tuple[AttributeWalk | None, list[int]] = (None, [])
         self._asked: list[AttributeWalk] = []
+        self.latest: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     @property
     def owned_by(self) -> object:
@@ -59,7 +64,7 @@ class AttributeGuard:
     @property
     def tensors(self) -> Group:
         """The facts of these; the same object as for the previous call if they are equal."""
-        parameters, buffers = self.owned
+        parameters, buffers = self.latest = self.owned
         tensors = [*parameters, *buffers]
         if not self._facts.hold(tensors):
             facts = TensorFacts(tensors)
