@@ -34,6 +34,7 @@ class ReadDicts:
         self._objects: list[tuple[dict[Any, Any], Read]] = []  # where no version counts
         self._found: list[Any] = []  # all items of these
         self._sizes: list[int] = []
+        self._empty: list[dict[Any, Any]] = []
 
     def add(self, mapping: dict[Any, Any], read: Read, is_of_object: bool = False) -> None:
         """Add a dict; later `read` has to return the same objects, which are kept alive here."""
@@ -42,6 +43,8 @@ class ReadDicts:
             self._found += read(mapping)
             self._sizes.append(len(mapping))
             return
+        if not mapping:  # from Python 3.12 on `update` of an empty dict gives it no new version
+            self._empty.append(mapping)
         self._versions.append(dict_version(mapping))
         self._dicts.append(mapping)
         self._reads.append((read, read(mapping), len(mapping)))
@@ -55,6 +58,8 @@ class ReadDicts:
         if self._objects and [len(mapping) for mapping, _ in self._objects] != self._sizes:
             return True
         if not all(map(is_, chain.from_iterable(read(mapping) for mapping, read in self._objects), self._found)):
+            return True
+        if any(self._empty):
             return True
         versions = [*map(dict_version, self._dicts)]
         if versions != self._versions:

@@ -55,6 +55,17 @@ def test_a_write_is_seen(kind: Callable[[], Any], write: str) -> None:
     assert reads.have_changed()
 
 
+@pytest.mark.parametrize(
+    "write", [lambda d: d.update(a=1), lambda d: d.__ior__({"a": 1}), lambda d: d.setdefault("a", 1)]
+)
+def test_a_dict_that_was_empty_is_seen_to_be_filled(write: Callable[[dict[str, int]], object]) -> None:
+    table, reads = dict[str, int](), ReadDicts()
+    reads.add(table, lambda mapping: (*mapping, *mapping.values()))
+    assert not reads.have_changed()
+    write(table)
+    assert reads.have_changed()
+
+
 @pytest.mark.parametrize("kind", [Plain, lambda: nn.Linear(2, 2)], ids=["object", "module"])
 def test_an_attribute_that_is_gone_is_an_error_or_a_change(kind: Callable[[], Any]) -> None:
     thing, reads = made(kind)
