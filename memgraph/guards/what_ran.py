@@ -89,6 +89,7 @@ class WhatRan:
         defaults: those of functions that can change; they belong to these.
         functions: with their closures and defaults.
         codes: where each was entered first.
+        takes_any: some of it reads attributes by names that it computes.
     """
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]] = (), tensors: Sequence[Tensor] = ()) -> None:
@@ -102,7 +103,7 @@ class WhatRan:
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
         self._loads = set[str]()
-        self._takes_any = False
+        self.takes_any = False
         self._whole: dict[int, Whole] = {}
         self._taken = set[int]()  # objects whose attributes code takes by names that it computes
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -146,7 +147,7 @@ class WhatRan:
 
     def takes(self, kind: type, name: str) -> bool:
         """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
-        return self._takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
+        return self.takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
@@ -241,7 +242,7 @@ class WhatRan:
             self._add(f"{module.__name__}.{{}}", True, vars(module), (variable,))
         for optimizer in self._optimizers if GROUPS in self._names else ():
             self._add(f"{type(optimizer).__name__}.{{}}", False, vars(optimizer), (GROUPS,))
-        takes_any, self._takes_any = takes_any and not self._takes_any, self._takes_any or takes_any
+        takes_any, self.takes_any = takes_any and not self.takes_any, self.takes_any or takes_any
         if new or takes_any:
             for whole in list(self._whole.values()):
                 self._name_attributes(whole)
@@ -340,8 +341,8 @@ class WhatRan:
 
     def _name_attributes(self, whole: Whole) -> None:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
-        names = set(content) if self._takes_any else self._names & content.keys()
-        if self._takes_any and not whole.is_installed and isinstance(whole.owner, dict):
+        names = set(content) if self.takes_any else self._names & content.keys()
+        if self.takes_any and not whole.is_installed and isinstance(whole.owner, dict):
             self._add_whole(whole)
         absent = self._names & whole.inherited if whole.is_installed else self._names
         self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)

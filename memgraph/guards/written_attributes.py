@@ -9,7 +9,7 @@ Each capture adds what it has found. What calls read is described with their arg
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import CaptureError
 from ..tensors.pytree import Spec, flatten
 from .containers import restore_container
+from .what_ran import WhatRan
 
 
 class Absent:
@@ -101,12 +102,12 @@ class AttributeWatch:
     """Hides attributes for a block, and tells which of these it has read before it wrote them, and which it wrote.
 
     Where a class has an attribute of the name as well, or finds attributes in its own way, a value stands for the
-    attribute, and it counts as read if code that ran `takes` the name.
+    attribute, and it counts as read if code that `ran` takes the name. Code that computes names reads all.
     """
 
-    def __init__(self, attributes: Iterable[Attribute], takes: Callable[[type, str], bool]) -> None:
+    def __init__(self, attributes: Iterable[Attribute], ran: WhatRan) -> None:
         self.read = set[Attribute]()
-        self._takes = takes
+        self._ran = ran
         self._attributes = [*dict.fromkeys(attributes)]
         self._hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
         self._replaced: list[tuple[Attribute, Any]] = []
@@ -131,6 +132,9 @@ class AttributeWatch:
             attribute.fill(value)
             return value
 
+        if self._ran.takes_any:
+            self.read |= {*self._attributes}
+            self._attributes = []
         there = [(each, each.value) for each in self._attributes if each.value is not Absent]
         for attribute, value in there:
             if _can_hide(attribute):
@@ -147,7 +151,8 @@ class AttributeWatch:
             for attribute, value in (*self._replaced, *self._hidden.values()):
                 if attribute not in written:
                     attribute.fill(value)
-            self.read |= {each for each, _ in self._replaced if self._takes(type(each.part()), each.name)}
+            self.read |= {each for each, _ in self._replaced if self._ran.takes(type(each.part()), each.name)}
+            self.read |= {each for each, _ in self._hidden.values() if self._ran.takes_any}
             self._written = written
 
 

@@ -30,7 +30,7 @@ class WatchedPython:
     ) -> None:
         """Forward may read the attributes `tried`, or write them first."""
         self.module, self.before, self.counted = module, before, counted
-        self.watch = AttributeWatch([*written_attributes(module).unread, *tried], before.outer.ran.takes)
+        self.watch = AttributeWatch([*written_attributes(module).unread, *tried], before.outer.ran)
         self.counters: list[Counter] = []
         self.changed: ChangedNumbers | None = None
         self.after = before
