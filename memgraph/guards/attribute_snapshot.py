@@ -8,7 +8,7 @@ Capture runs forward on fake tensors, and must leave the module as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
 from .outer_snapshot import OuterSnapshot, holds
 from .what_ran import WhatRan
+from .written_attributes import Attribute
 
 RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
 CONTAINERS = (dict, OrderedDict, list)
@@ -60,6 +61,11 @@ class AttributeSnapshot:
         """Return all attributes that were added, removed or changed."""
         names = dict.fromkeys((*later.tokens, *self.tokens))
         return tuple(name for name in names if self.tokens.get(name) != later.tokens.get(name))
+
+    def paths(self, attributes: Iterable[Attribute]) -> set[str]:
+        """Return the paths of attributes."""
+        paths = {id(part): path for path, part in self.modules}
+        return {_path(paths[number], name) for number, name in (each.key for each in attributes) if number in paths}
 
     def forget_values(self) -> None:
         """Keep descriptions alone, which hold nothing alive."""

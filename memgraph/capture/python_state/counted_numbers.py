@@ -8,7 +8,7 @@ In a second trace, an object stands for each of these numbers.  It knows sums an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -54,14 +54,18 @@ class CountedNumber:
         return self.kind
 
 
-def take_back_numbers(before: AttributeSnapshot) -> ChangedNumbers | None:
-    """Put back the numbers of submodules that forward has changed, and return where they are; None without any."""
+def take_back_numbers(before: AttributeSnapshot, unread: Set[tuple[int, str]]) -> ChangedNumbers | None:
+    """Put back the numbers of submodules that forward has changed, and return where they are; None without any.
+
+    Those that are known to be `unread`, by the id of the submodule and the name, are written, whatever they were.
+    """
     changed: list[Place] = []
     errors: list[CaptureError] = []
     for (path, module), attributes in zip(before.modules, before.attributes, strict=True):
         for name, old in attributes.items():
             new = vars(module).get(name)
-            if type(old) in NUMBERS and type(new) in NUMBERS and repr(old) != repr(new):
+            is_counted = type(old) in NUMBERS and type(new) in NUMBERS and (id(module), name) not in unread
+            if is_counted and repr(old) != repr(new):
                 vars(module)[name] = old
                 changed.append((path, module, name))
                 errors.append(changed_number_error(f"{path}.{name}".removeprefix("."), old, new))

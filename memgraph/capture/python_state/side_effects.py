@@ -101,8 +101,11 @@ def _settled(
     before.restore_attributes()
     writes.apply(first.fill)
     found = AttributeSnapshot(before.modules[0][1], first.values, ran)
-    numbers = {item.where for item in writes.items if item.has_numbers}  # which stand-ins stood for
-    if lost := [name for name in found.changes(first.after) if name not in numbers]:
+    # Those are of another trace, or stand-ins stood for them.
+    others = before.paths(written_attributes(before.modules[0][1]).held) | {
+        item.where for item in writes.items if item.has_numbers
+    }
+    if lost := [name for name in found.changes(first.after) if name not in others]:
         raise _changed_call_error(lost[0], before)
     changing = writes.changing
     if trace is None or (not changing and outer is None):

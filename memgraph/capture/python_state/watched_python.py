@@ -64,9 +64,9 @@ class WatchedPython:
         Raises:
             CaptureError: another traced tensor is left in the module.
         """
-        self.after = AttributeSnapshot(self.module, values, self.before.outer.ran)
-        self.writes = attribute_writes(self.before, self.after, placed, self.watch.written())
-        self.changed = take_back_numbers(self.before)
+        self.after, unread = AttributeSnapshot(self.module, values, self.before.outer.ran), self.watch.written()
+        self.writes = attribute_writes(self.before, self.after, placed, unread)
+        self.changed = take_back_numbers(self.before, {each.key for each in unread})
         self.before.refuse_tensors({*map(id, values), *placed})
         self.before.restore_attributes()
         self.after.forget_values()
