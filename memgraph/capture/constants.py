@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..graph.nodes import written_inputs
@@ -80,6 +81,26 @@ def own_gradients(module: nn.Module, read: Callable[[], Iterable[Tensor]]) -> It
             tensor.grad = None
         if changed:
             raise _untrained(changed[0], module)
+
+
+@contextmanager
+def own_memory(module: nn.Module) -> Iterator[None]:
+    """Take back what a block that is traced sets as `.data` of the module's real tensors, and raise."""
+    attached = (value for part in module.modules() for _, value in attached_values(part))
+    with _disable_current_modes():
+        before = [(each, each.detach()) for each in attached if type(each) is Tensor and each.layout == torch.strided]
+    try:
+        yield
+    finally:
+        pairs = [(each, was, each.untyped_storage()._cdata == was.untyped_storage()._cdata) for each, was in before]
+        changed = [(each, was) for each, was, is_same in pairs if not is_same]
+        with _disable_current_modes():
+            for each, was in changed:
+                each.data = was
+        if changed:
+            raise CaptureError(
+                f"forward sets .data of {_name(changed[0][0], module)}, as no captured step can: assign a new tensor"
+            )
 
 
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:

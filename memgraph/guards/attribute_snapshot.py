@@ -29,6 +29,15 @@ CONTAINERS = (dict, OrderedDict, list)
 COUNTERS = (bool, int, float, str)
 
 
+class _SnapshotWalk(AttributeWalk):
+    """Tells things apart that several attributes lead to: another one may be there."""
+
+    def described_before(self, thing: Any) -> Hashable:
+        if id(thing) in self.inputs:
+            return "input", self.inputs[id(thing)]
+        return "described", self.numbers[id(thing)], IdentityKey(thing)
+
+
 class AttributeSnapshot:
     """The attributes of all submodules, with copies of the containers in them, at any depth; and variables of what ran.
 
@@ -39,7 +48,7 @@ class AttributeSnapshot:
         self.outer = OuterSnapshot(ran, inputs)
         self.modules = all_submodules(module)
         self.attributes = [dict(vars(part)) for _, part in self.modules]
-        self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
+        self._walk = _SnapshotWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         # So that the walk opens no submodule: each is described below.
         self._walk.numbers |= {id(part): number for number, (_, part) in enumerate(self.modules)}
         self.tokens: dict[str, Hashable] = {}
@@ -69,7 +78,7 @@ class AttributeSnapshot:
 
     def forget_values(self) -> None:
         """Keep descriptions alone, which hold nothing alive."""
-        self.attributes, self.copies, self._walk = [], {}, AttributeWalk()
+        self.attributes, self.copies, self._walk = [], {}, _SnapshotWalk()
 
     @contextmanager
     def restored(self) -> Iterator[AttributeSnapshot]:

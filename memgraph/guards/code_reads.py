@@ -113,9 +113,9 @@ def _imports(steps: Sequence[dis.Instruction]) -> Iterator[Import]:
 
 def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
     """Return True unless the second argument of the call that begins here is a text in the code."""
-    depth, name = 0, False
+    depth, name = 0, False  # of what is above the function on the stack
     for step in steps:
-        if step.opname.startswith(("CALL", "PRECALL")) and depth <= 3:
+        if step.opname.startswith(("CALL", "PRECALL")) and depth == step.arg:
             return not name
         before = depth
         depth += dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None)

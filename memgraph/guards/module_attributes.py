@@ -157,10 +157,14 @@ class AttributeWalk:
             # 0.0 == -0.0, nan != nan, and 1 == True.
             self.tokens.append((kind, repr(thing) if kind in (float, complex) else thing))
         elif id(thing) in self.numbers:
-            self.tokens.append(("described", self.numbers[id(thing)]))
+            self.tokens.append(self.described_before(thing))
         else:
             self.numbers[id(thing)] = len(self.numbers)
             self._describe_new(thing, depth)
+
+    def described_before(self, thing: Any) -> Hashable:
+        """Return the token of a thing that was described before."""
+        return "described", self.numbers[id(thing)]
 
     def describe_state(self, values: dict[Any, Any] | None, by_identity: bool) -> None:
         """Append hooks by identity. Parameters and buffers that a call owns count by name: its key has the tensors."""

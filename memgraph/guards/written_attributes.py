@@ -130,16 +130,18 @@ class AttributeWatch:
             attribute, value = found
             self.read.add(attribute)
             attribute.fill(value)
-            return value
+            return plain(part, name) if value is Absent else value
 
         if self._ran.takes_any:
             self.read |= {*self._attributes}
             self._attributes = []
-        there = [(each, each.value) for each in self._attributes if each.value is not Absent]
-        for attribute, value in there:
+        for attribute in self._attributes:
+            value = attribute.value
             if _can_hide(attribute):
                 self._hidden[attribute.key] = attribute, value
                 attribute.clear()
+            elif value is Absent:
+                self.read.add(attribute)
             else:
                 self._replaced.append((attribute, value))
                 attribute.fill(Unwritten)

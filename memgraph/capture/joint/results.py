@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import CaptureError
 from ...graph.captured import Input, Ref, View
 from ...graph.tensor_numbers import TensorNumbers, as_tensor
 from ...tensors.differentiable import is_differentiable
@@ -73,3 +74,14 @@ def _differentiated(leaves: Sequence[Any]) -> list[Tensor]:
 def differentiable(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return the outputs that autograd differentiates, by their places."""
     return {i: output for i, output in enumerate(outputs) if is_differentiable(output)}
+
+
+def refuse_made_leaves(stored: Sequence[Any], values: Sequence[Tensor]) -> None:
+    """Raise if forward stores a tensor that it has made and given `requires_grad_()`: it would have no `.grad`."""
+    given = set(map(id, values))
+    for leaf in stored:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and id(leaf) not in given:
+            raise CaptureError(
+                f"forward stores a tensor of shape {tuple(leaf.shape)} in an attribute, which it has made and called "
+                "requires_grad_() on: no captured step gives it a gradient; make it an argument or a parameter"
+            )

@@ -19,7 +19,6 @@ from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.attribute_writes import AttributeWrite
 from ...guards.written_attributes import Attribute
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
@@ -54,7 +53,7 @@ def trace_joint(
             counted = tuple(step.python.counted)
         require_held(before, step.python.writes, step.python.watch.read)
 
-        def next_call(changing: Sequence[AttributeWrite]) -> TraceRecord:
+        def next_call(changing: Sequence[Any]) -> TraceRecord:
             later = call.holding(item.attribute for item in changing if item.holds_tensors)
             found = AttributeSnapshot(call.module, later.tensors, before.outer.ran)
             return _record(*traced(later, found, counted, [item.attribute for item in changing]))

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import stateless
 
-from ...graph.captured import Input, Output
+from ...graph.captured import Input, Output, Ref
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
 from ...opaque.traced_parts import TracedParts, find_sums
@@ -22,7 +22,7 @@ from ...tensors.traced_number import is_traced
 from ...tensors.traced_size import with_arguments
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
-from ..constants import own_gradients, real_tensors
+from ..constants import own_gradients, own_memory, real_tensors
 from ..python_state.watched_python import WatchedPython
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
@@ -40,7 +40,7 @@ from .gradients import (
 )
 from .joint_graph import JointGraph
 from .leaf_inputs import InputGradEdges
-from .results import differentiable, references
+from .results import differentiable, references, refuse_made_leaves
 
 
 class TracedStep:
@@ -87,6 +87,7 @@ class TracedStep:
         numbers = self.numbers if self.mode.has_numbers else None
         with (
             own_gradients(self.call.module, lambda: real_tensors(tracer)),
+            own_memory(self.call.module),
             answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers,
             refuse_read_gradients(self.inputs, values),
             self._running(values),
@@ -132,10 +133,14 @@ class TracedStep:
         # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
         rewritten = self.grad_edges.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
-        stored = self.python.stored(values)
+        given = {id(value): i for i, value in passed.items()}
+        everything = self.python.stored(values)
+        stored = [leaf for leaf in everything if id(leaf) not in given]
+        refuse_made_leaves(stored, values)
         refs, outputs = references([*leaves, *stored], self.inputs, passed, values, self.numbers)
         self.leaves = tuple(refs[: len(leaves)])
         self.stored = [*zip(stored, refs[len(leaves) :], strict=True)]
+        self.stored += [(leaf, Ref("input", given[id(leaf)])) for leaf in everything if id(leaf) in given]
         for i in rewritten:
             outputs.setdefault(id(values[i]), values[i])
             self.rewritten[i] = list(outputs).index(id(values[i]))

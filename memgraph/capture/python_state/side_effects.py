@@ -107,30 +107,35 @@ def _settled(
     }
     if lost := [name for name in found.changes(first.after) if name not in others]:
         raise _changed_call_error(lost[0], before)
+    written = {item.where for item in writes.items}
+    # In a thing that no write can be done to, as an object with slots; the trace has done it.
+    rest = [name for name in before.changes(first.after) if name not in written]
     changing = writes.changing
-    if trace is None or (not changing and outer is None):
+    if trace is None or (not changing and outer is None and not rest):
         return writes
     empty_function_caches(before)
     before.restore_attributes()
     AttributeWrites(tuple(item for item in writes.items if item.is_read)).apply(first.fill)
-    culprit: Changed = changing[0] if changing else outer or ""
+    culprit: Changed = changing[0] if changing else outer or rest[0]
     try:
         second = trace(changing)
     except Exception as error:
         raise _changed_call_error(culprit, before) from error
     unread = {item.attribute for item in changing} - second.read
     writes = writes.without_reads(unread)
-    if not (changing := writes.changing) and outer is None:
+    if not (changing := writes.changing) and outer is None and not rest:
         return writes
     if again := {(item.where, item.key): item for item in second.writes.without_reads(unread).changing}:
         raise _changed_call_error(
             next((item for item in changing if (item.where, item.key) in again), next(iter(again.values()))), before
         )
-    later = next(iter(first.after.outer.changes(second.after.outer)), None) if outer is not None else None
+    later: Changed | None = next((name for name in first.after.changes(second.after) if name in rest), None)
+    if outer is not None and later is None:
+        later = next(iter(first.after.outer.changes(second.after.outer)), None)
     repeats = is_same_step(first, second) and second.writes.described <= first.writes.described
     # Parts of a batch are called in another order than in eager.
     in_parts = any(node.meta.get(PROVENANCE, {}).get("part") for node in first.graph.graph.nodes)
-    if later is not None or (not repeats and (outer is not None or in_parts)):
+    if later is not None or (not repeats and (outer is not None or rest or in_parts)):
         raise _changed_call_error(later or outer or culprit, before)
     return replace(writes, repeats=repeats)
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ...graph.counters import Counter
-from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced
+from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
 from ...guards.attribute_writes import AttributeWrites, attribute_writes
+from ...guards.outer_snapshot import holds
 from ...guards.written_attributes import Attribute, AttributeWatch, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
@@ -66,6 +68,10 @@ class WatchedPython:
         """
         self.after, unread = AttributeSnapshot(self.module, values, self.before.outer.ran), self.watch.written()
         self.writes = attribute_writes(self.before, self.after, placed, unread)
+        written = {item.where for item in self.writes.items}
+        for name in self.before.changes(self.after):
+            if name not in written and holds(self.after.tokens.get(name), FakeTensor):
+                raise stored_tensor_error(name)
         self.changed = take_back_numbers(self.before, {each.key for each in unread})
         self.before.refuse_tensors({*map(id, values), *placed})
         self.before.restore_attributes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,34 @@ def written_first(part: Any, y: Tensor) -> Tensor:
     return y + sum(part.kept)
 
 
+def carried_twice(part: Any, y: Tensor) -> Tensor:
+    before = y if part.cache is None else part.cache * part.state
+    part.cache = part.state = y.detach() * 0.1
+    return y + before
+
+
+def collected(part: Any, y: Tensor) -> Tensor:
+    part.kept.clear()
+    part.auxiliary = y.square().mean()
+    part.kept.append(part.auxiliary)
+    return y
+
+
+def deleted(part: Any, y: Tensor) -> Tensor:
+    scale = getattr(part, "mean", 1.0)
+    if hasattr(part, "mean"):
+        del part.mean
+    return y * scale
+
+
+def by_a_computed_name(part: Any, y: Tensor) -> Tensor:
+    before = getattr(part, "MEAN".lower())
+    part.mean = y.detach().mean(0)
+    return y + torch.as_tensor(before)
+
+
 STORING = [
+    carried_twice, collected, deleted, by_a_computed_name,
     by_its_dict, written_first,
     last, last_of_a_half, lazily, running_mean, recurrent, cleared, made_anew, in_a_dict, auxiliary, read_at_once,
     a_view, number,
@@ -130,7 +158,7 @@ def test_attributes_are_those_of_eager_after_each_step(then: Callable[[Any, Tens
         assert_equal([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
         assert_equal(tensors(ours), tensors(plain))
         assert [x.requires_grad for x in tensors(ours)] == [x.requires_grad for x in tensors(plain)]
-    assert len({id(variant.captured) for variant in compiled._kept.variants}) <= 2
+    assert len({id(variant.captured) for variant in compiled._kept.variants}) <= 3
 
 
 def tensors(module: nn.Module) -> list[Tensor]:
@@ -144,6 +172,65 @@ def test_a_stored_tensor_is_the_one_that_is_returned() -> None:
     compiled = memgraph.compile(module, ROOM)
     for _ in range(2):
         assert compiled(torch.ones(2, 8)) is module.seen
+
+
+def test_a_stored_parameter_is_the_parameter() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.kept = [part.body.weight]
+        return y
+
+    module: Any = Storing(then)
+    memgraph.compile(module, ROOM)(torch.ones(2, 8))
+    assert module.kept[0] is module.body.weight
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+
+def in_slots(part: Any, y: Tensor) -> Tensor:
+    part.slotted.held = y.detach()
+    return y
+
+
+def in_a_default_dict(part: Any, y: Tensor) -> Tensor:
+    part.by_default["y"] = y.detach()
+    return y
+
+
+def by_its_data(part: Any, y: Tensor) -> Tensor:
+    part.mean.data = y.detach().mean(0)
+    return y
+
+
+def a_new_leaf(part: Any, y: Tensor) -> Tensor:
+    part.cut = y.detach().requires_grad_()
+    return part.body(part.cut)
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        (in_slots, "stores a tensor in slotted"), (in_a_default_dict, "stores a tensor in by_default"),
+        (by_its_data, "sets .data of the tensor mean"), (a_new_leaf, "called requires_grad_"),
+    ],
+)  # fmt: skip
+def test_where_no_write_can_be_done_again_it_is_refused(then: Callable[[Any, Tensor], Tensor], says: str) -> None:
+    module: Any = Storing(then)
+    module.slotted, module.by_default = Slotted(), defaultdict(list)
+    with pytest.raises(memgraph.CaptureError, match=says):
+        memgraph.compile(module, ROOM, opaque=False)(torch.ones(2, 8))
+    assert torch.equal(module.mean, torch.zeros(8))
+
+
+def test_a_tensor_in_an_attribute_of_the_loss_is_refused() -> None:
+    class Loss(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            self.value = y.sum().detach()
+            return y.sum()
+
+    with pytest.raises(memgraph.CaptureError, match="stores a tensor in _loss"):
+        memgraph.compile(nn.Linear(8, 8), ROOM, loss=Loss())(torch.ones(2, 8))
 
 
 def test_what_is_kept_by_the_caller_stays() -> None:
