@@ -115,11 +115,6 @@ def running(model: Counting, h: Tensor) -> Tensor:
     return h * scale / model.running.item()
 
 
-def noting(model: Counting, h: Tensor) -> Tensor:
-    model.noted = largest(h)
-    return h * 2
-
-
 def checked(model: Counting, h: Tensor) -> Tensor:
     n = positive(h)
     if n >= 32000 or largest(h) > h.norm().item() or n + 1 < 0 or largest(h) > 1e6:
@@ -176,7 +171,6 @@ EXACT: dict[str, Compute] = {
     "a probability": lambda model, h: F.dropout(h, 1.0 / (1.0 + largest(h))),
     "a tensor": lambda model, h: h * torch.tensor(largest(h)) + torch.tensor([positive(h), 1.0]).sum(),
     "its type": lambda model, h: h * largest(h) if type(largest(h)) is float else h,
-    "an attribute": noting,
     "a power": lambda model, h: h * 2.0 ** positive(h) + largest(h) ** 0.5,
     "many": lambda model, h: h * sum(h.detach().flatten().tolist()),
     "bits": lambda model, h: h * (positive(h) & 3) + round(largest(h), 1),
