@@ -100,7 +100,7 @@ def _settled(
         return writes
     before.restore_attributes()
     writes.apply(first.fill)
-    found = AttributeSnapshot(before.modules[0][1], first.values, ran)
+    found = AttributeSnapshot(before.modules[0][1], first.values)
     # Those are of another trace, or stand-ins stood for them.
     others = before.paths(written_attributes(before.modules[0][1]).held) | {
         item.where for item in writes.items if item.has_numbers

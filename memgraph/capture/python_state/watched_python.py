@@ -50,7 +50,7 @@ class WatchedPython:
 
     def stored(self, values: Sequence[Tensor]) -> list[Any]:
         """Return the traced tensors, and numbers read from these, that forward has put into attributes."""
-        after = AttributeSnapshot(self.module, values, self.before.outer.ran)
+        after = AttributeSnapshot(self.module, values)
         if not any(holds_traced(after.tokens.get(name)) for name in self.before.changes(after)):
             return []
         writes = attribute_writes(self.before, after, unread=self.watch.written())
