@@ -46,7 +46,7 @@ class AttributeSnapshot:
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = (), ran: WhatRan | None = None) -> None:
         self.outer = OuterSnapshot(ran, inputs)
-        self.modules = all_submodules(module)
+        self.module, self.modules = module, all_submodules(module)
         self.attributes = [dict(vars(part)) for _, part in self.modules]
         self._walk = _SnapshotWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         # So that the walk opens no submodule: each is described below.

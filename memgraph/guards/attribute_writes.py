@@ -24,6 +24,7 @@ from ..tensors.traced_size import SizeNeededError, with_arguments
 from .attribute_snapshot import COUNTERS, RNN_CACHES, AttributeSnapshot, stored_tensor_error, weights_set_by_hooks
 from .containers import restore_container
 from .module_attributes import IGNORED
+from .owned_tensors import layout_of
 from .written_attributes import Attribute
 
 DELETED = object()  # stands for the value of an item that is gone
@@ -251,14 +252,10 @@ def require_plain_values(writes: AttributeWrites) -> None:
 
 def _is_alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _layout(one) == _layout(other)
+        return layout_of(one) == layout_of(other)
     if is_traced(one) or is_traced(other):
         return type(one) is type(other)
     return type(one) is type(other) and (repr(one) == repr(other) if isinstance(one, float | complex) else one == other)
-
-
-def _layout(tensor: Tensor) -> object:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _is_computed(leaf: Any) -> bool:

@@ -62,7 +62,7 @@ def require_held(before: AttributeSnapshot, writes: AttributeWrites, read: Set[A
         HeldNeeded: tensors of attributes that calls write were `read`, and are no arguments of this one.
     """
     before.restore_attributes()
-    written = written_attributes(before.modules[0][1])
+    written = written_attributes(before.module)
     held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
     if written.note([*read, *held], ()):
         raise HeldNeeded
@@ -84,7 +84,7 @@ def settled_writes(
     writes = _settled(before, first, trace)
     if trace is None:
         require_plain_values(writes)
-    written_attributes(before.modules[0][1]).note(writes.held, writes.unread)
+    written_attributes(before.module).note(writes.held, writes.unread)
     return writes
 
 
@@ -100,11 +100,10 @@ def _settled(
         return writes
     before.restore_attributes()
     writes.apply(first.fill)
-    found = AttributeSnapshot(before.modules[0][1], first.values)
+    found = AttributeSnapshot(before.module, first.values)
     # Those are of another trace, or stand-ins stood for them.
-    others = before.paths(written_attributes(before.modules[0][1]).held) | {
-        item.where for item in writes.items if item.has_numbers
-    }
+    others = before.paths(written_attributes(before.module).held)
+    others |= {item.where for item in writes.items if item.has_numbers}
     if lost := [name for name in found.changes(first.after) if name not in others]:
         raise _changed_call_error(lost[0], before)
     written = {item.where for item in writes.items}
