@@ -68,6 +68,7 @@ class PoolCounts:
 def hold(owner: object, nbytes: int) -> None:
     """Keep up to `nbytes` of pages for an owner until it is freed, or as many as before, beside those of other owners.
 
+    Spare pages of now go back to the system: a plan before this one may have needed more.
     Where there can be no pool, the C library gives freed tensors back to the system from now on.
     """
     pool = _pool()
@@ -81,6 +82,7 @@ def hold(owner: object, nbytes: int) -> None:
         weakref.finalize(owner, _release, pool, id(owner)).atexit = False
         trim_freed_memory()  # what was freed before lies in gaps of the C library's heap
     _held[id(owner)] = max(nbytes, _held.get(id(owner), 0))
+    pool.pool_limit(0)
     _limit(pool)
 
 

@@ -99,6 +99,19 @@ print(0 <= most - 4 * 1_101_000 < 20_000, begin_peak() == before, page_pool._hel
     assert said == "True True {}\n"
 
 
+@needs_compiler
+def test_the_pages_of_an_earlier_plan_go_back_when_another_takes_its_place() -> None:
+    said = child("""
+hold(owner, 64 << 20)
+kept = torch.ones(1 << 20)
+torch.ones(1 << 23)
+before = pool_counts()
+hold(owner, 64 << 20)
+print(before.held >= 36 << 20, pool_counts().held == pool_counts().in_use, bool(kept.all()))
+""")
+    assert said == "True True True\n"
+
+
 @long
 @needs_compiler
 def test_pages_go_back_when_their_owner_goes() -> None:
