@@ -21,7 +21,6 @@ from torch.utils._device import DeviceContext
 
 from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import BudgetError, FusedError, MemgraphError, NoPlanError
-from ..graph.counters import advance
 from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
 from ..planning.planner import Planner
@@ -164,7 +163,6 @@ class CompiledModule(ModuleProxy):
         if step.parts.halves.backward is not None:
             self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes
         outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
-        advance(self._module, captured.counters)
         fill = captured.fill(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors, floats)
         captured.writes.apply(fill)
         return captured.result(fill)

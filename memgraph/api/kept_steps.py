@@ -177,8 +177,8 @@ class KeptSteps:
 
     def _counted(self, captured: Captured) -> list[Place]:
         """Return the places of the numbers that forward counts with."""
-        part = self.planner.module.get_submodule
-        wanted = {(id(vars(part(counter.path))), counter.name) for counter in captured.counters}
+        counts = [write.attribute for write in captured.writes.items if write.counts]
+        wanted = {(id(vars(each.part())), each.name) for each in counts}
         numbers = self._attributes.numbers().items() if wanted else ()
         return [place for place, (container, name) in numbers if (id(container), name) in wanted]
 

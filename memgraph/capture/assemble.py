@@ -28,7 +28,7 @@ def assemble(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -
     return Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        counters=joint.counters, writes=joint.writes, reads=joint.reads,
+        writes=joint.writes, reads=joint.reads,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks
 draws/              draws with `random` and numpy
-counters            numbers with which forward counts
 recurrent/          recurrent layers as ops, packed rows
 guard_ops           guards on values of tensors, as ops
 opaque_ops          submodules that run as they are, as ops

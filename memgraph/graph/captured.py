@@ -22,7 +22,6 @@ from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
-from .counters import Counter
 from .guard_ops import ValueGuard
 from .nodes import returned_values, tensors
 from .opaque_ops import Part
@@ -51,9 +50,8 @@ class Captured:
 
     Parts of the module that run as they are: `opaque`.
 
-    `counters` are numbers on the module that forward changes, and on which the graph does not depend. `writes` are what
-    it changes of attributes besides, with a `Ref` in place of each tensor.
-    Outside of attributes, the graph rests on what its code `reads`.
+    `writes` are what forward changes of attributes, with a `Ref` in place of each tensor, and a formula for numbers on
+    which the graph does not depend. Outside of attributes, the graph rests on what its code `reads`.
 
     `slices` are carried out in the graph. `whole` is the step without them, and `whole_nbytes` its peak without a plan.
 
@@ -82,7 +80,6 @@ class Captured:
     special_values: tuple[SpecialValue, ...] = ()
     guards: tuple[ValueGuard, ...] = ()
     value_run_nbytes: int = 0
-    counters: tuple[Counter, ...] = ()
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     reads: Reads = field(default_factory=Reads)
     opaque: tuple[Part, ...] = ()

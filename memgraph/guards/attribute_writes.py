@@ -2,6 +2,7 @@
 
     self.seen[9] = 0          ->   AttributeWrite(owner=self.seen, key=9, value 0)
     self.last = y.detach()    ->   AttributeWrite(owner=vars(self), key="last", value the second output of the graph)
+    self.calls += 1           ->   AttributeWrite(owner=vars(self), key="calls", value Formula(calls + 1))
 
 A captured step runs no Python: each run is followed by the writes of its capture.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..tensors.expressions import Part, evaluate, variables
 from ..tensors.pytree import CONSTANTS as LEAVES
 from ..tensors.pytree import OPAQUE, Spec, flatten, unflatten
 from ..tensors.traced_number import is_traced
@@ -34,6 +36,18 @@ OF_TORCH = {name for name in IGNORED if "hooks" not in name} | RNN_CACHES | {"_m
 OF_MODULES = frozenset(vars(nn.Module()))
 
 Fill = Callable[[Any], Any]  # from a leaf of a value to what is written
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A number that is computed from numbers in attributes; its variables are these attributes."""
+
+    part: Part
+
+    @property
+    def value(self) -> Any:
+        """Its value now."""
+        return evaluate(self.part, {attribute: attribute.value for attribute in variables(self.part)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,18 +83,27 @@ class AttributeWrite:
     @property
     def has_numbers(self) -> bool:
         """True if a number is in the value that each run computes, or is given."""
-        return any(getattr(leaf, "is_number", False) or is_traced(leaf) for leaf in self.leaves)
+        return self.counts or any(getattr(leaf, "is_number", False) or is_traced(leaf) for leaf in self.leaves)
 
-    def apply(self, fill: Fill) -> None:
-        """Write the value."""
+    @property
+    def counts(self) -> bool:
+        """True if the value follows from the one before."""
+        return any(isinstance(leaf, Formula) for leaf in self.leaves)
+
+    def value(self, fill: Fill) -> Any:
+        """Return what is to be written."""
+        if self.spec is None:
+            return DELETED
+        leaves = (leaf.value if isinstance(leaf, Formula) else fill(leaf) for leaf in self.leaves)
+        return unflatten([*leaves], self.spec)
+
+    def write(self, value: Any) -> None:
         owner = self.owner()
         if owner is None:
             return
-        if self.spec is None:
+        if value is DELETED:
             owner.pop(self.key, None)
-            return
-        value = unflatten([*map(fill, self.leaves)], self.spec)
-        if self.key is WHOLE:
+        elif self.key is WHOLE:
             restore_container(owner, value)
         else:
             owner[self.key] = value
@@ -124,8 +147,9 @@ class AttributeWrites:
         return {f"{item.where} {item.key!r} {item.leaves!r} {item.spec!r}" for item in self.items}
 
     def apply(self, fill: Fill) -> None:
-        for item in self.items:
-            item.apply(fill)
+        """Write all, once each formula was evaluated."""
+        for item, value in [(item, item.value(fill)) for item in self.items]:
+            item.write(value)
 
     def without_reads(self, attributes: Set[Attribute]) -> AttributeWrites:
         """Return the writes once it is known that no call reads these attributes before it writes them."""
@@ -260,7 +284,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 def _is_computed(leaf: Any) -> bool:
     """Return True unless a leaf is a constant."""
-    return not isinstance(leaf, (*LEAVES, *OPAQUE))
+    return not isinstance(leaf, (*LEAVES, *OPAQUE, Formula))
 
 
 def _opened(value: Any, where: str) -> tuple[list[Any], Spec]:

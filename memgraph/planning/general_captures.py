@@ -151,7 +151,8 @@ class GeneralCaptures:
 def _may_vary(captured: Captured) -> bool:
     """Return True if lengths may be symbols in a capture like this: none that depends on numbers has them."""
     reads_numbers = captured.value_run_nbytes and not captured.guards
-    depends = reads_numbers, captured.opaque, captured.float_values, captured.counters
+    counts = any(write.counts for write in captured.writes.items)
+    depends = reads_numbers, captured.opaque, captured.float_values, counts
     return all(map(is_condition, captured.guards)) and not any(depends)
 
 

@@ -200,8 +200,8 @@ def _refuse(captured: Captured) -> None:
     for write in captured.writes.items:
         if write.holds_tensors or not (write.settles or captured.writes.repeats or not write.is_read):
             raise CaptureError(f"{REFUSED} stores a tensor, or what its next call reads, in {write.where}")
-    for counter in captured.counters:
-        raise CaptureError(f"{REFUSED} counts its calls in Python, in {counter.name}; make that a buffer")
+        if write.counts:
+            raise CaptureError(f"{REFUSED} counts its calls in Python, in {write.where}; make that a buffer")
 
 
 def _loss_output(captured: Captured, known: int | None) -> int:

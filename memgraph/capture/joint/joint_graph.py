@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx
 
 from ...graph.captured import Input, Output
-from ...graph.counters import Counter
 from ...guards.attribute_writes import AttributeWrites
 from ...guards.what_ran import Reads
 from ...tensors.pytree import Spec
@@ -34,6 +33,5 @@ class JointGraph:
     sources: Mapping[Output, frozenset[int]]
     has_custom_functions: bool
     rewritten: Mapping[int, int]
-    counters: tuple[Counter, ...]
     writes: AttributeWrites = field(default_factory=AttributeWrites)
     reads: Reads = field(default_factory=Reads)

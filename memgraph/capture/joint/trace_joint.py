@@ -19,6 +19,7 @@ from ...graph.aten_shims import use_surrogates
 from ...graph.captured import Ref
 from ...graph.nodes import drop_aliases, drop_dead, returned_values
 from ...guards.attribute_snapshot import AttributeSnapshot
+from ...guards.attribute_writes import AttributeWrite
 from ...guards.written_attributes import Attribute
 from ...opaque.recorder import Recorder
 from ...opaque.traced_parts import TracedParts
@@ -28,8 +29,7 @@ from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import describe_constants, refuse_trained_constants
 from ..fake_tensors import make_fake
-from ..python_state.counted_numbers import ChangedNumbers, Place
-from ..python_state.side_effects import TraceRecord, is_same_step, require_held, settled_writes
+from ..python_state.side_effects import TraceRecord, changed_call_error, is_same_step, require_held, settled_writes
 from ..python_state.watched_python import WatchedPython
 from ..sizes.whole_slices import drop_whole_slices
 from .eager_behavior import eager_behavior
@@ -47,16 +47,14 @@ def trace_joint(
     with eager_behavior(call, mode) as before:
         traced = partial(_traced, mode=mode, wanted=wanted, recorder=recorder)
         step, graph = traced(call, before)
-        counted: tuple[Place, ...] = ()
-        if step.python.changed is not None:
-            step, graph = _counted(partial(traced, call, before), step, graph, step.python.changed)
-            counted = tuple(step.python.counted)
+        if numbers := step.python.changed_numbers:
+            step, graph = _counted(partial(traced, call, before), step, graph, numbers, before)
         require_held(before, step.python.writes, step.python.watch.read)
 
         def next_call(changing: Sequence[Any]) -> TraceRecord:
             later = call.holding(item.attribute for item in changing if item.holds_tensors)
             found = AttributeSnapshot(call.module, later.tensors, before.outer.ran)
-            return _record(*traced(later, found, counted, [item.attribute for item in changing]))
+            return _record(*traced(later, found, step.python.counted, [item.attribute for item in changing]))
 
         # Symbols are for a call whose trace at other lengths was made twice, and has to be the same as this one.
         trace_next = None if mode.sizes is not None else next_call
@@ -68,16 +66,18 @@ def trace_joint(
 
 
 def _counted(
-    traced: Callable[[Sequence[Place]], tuple[TracedStep, fx.GraphModule]],
+    traced: Callable[[Sequence[AttributeWrite]], tuple[TracedStep, fx.GraphModule]],
     step: TracedStep,
     graph: fx.GraphModule,
-    changed: ChangedNumbers,
+    numbers: Sequence[AttributeWrite],
+    before: AttributeSnapshot,
 ) -> tuple[TracedStep, fx.GraphModule]:
     """Trace a forward that counts again, with objects in place of the numbers, unless it needs the numbers."""
-    if step.parts is not None and step.parts.own(path for path, _, _ in changed.places):
-        raise changed.error  # they run before the numbers are counted
+    own = [item for item in numbers if step.parts is not None and step.parts.own((item.where,))]
+    if own:
+        raise changed_call_error(own[0], before)  # they run before the numbers are counted
     try:
-        counted, other = traced(changed.places)
+        counted, other = traced(numbers)
         is_same = is_same_step(_record(step, graph), _record(counted, other))
     except Exception:
         return step, graph
@@ -87,7 +87,7 @@ def _counted(
 
 
 def _traced(
-    call: Call, before: AttributeSnapshot, counted: Sequence[Place] = (), tried: Iterable[Attribute] = (), *,
+    call: Call, before: AttributeSnapshot, counted: Sequence[AttributeWrite] = (), tried: Iterable[Attribute] = (), *,
     mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None,
 ) -> tuple[TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]

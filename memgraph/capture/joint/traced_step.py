@@ -71,7 +71,7 @@ class TracedStep:
         assert self.spec is not None
         return JointGraph(
             graph, self.mode, self.inputs, self.outputs, tuple(self.assigned), self.leaves, self.spec,
-            self.differentiable, self.sources, self.has_custom_functions, self.rewritten, tuple(self.python.counters),
+            self.differentiable, self.sources, self.has_custom_functions, self.rewritten,
         )  # fmt: skip
 
     def __call__(self, *values: Tensor) -> list[Tensor]:

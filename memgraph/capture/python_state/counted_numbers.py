@@ -8,33 +8,20 @@ In a second trace, an object stands for each of these numbers.  It knows sums an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from torch import nn
-
-from ...errors import CaptureError
-from ...graph.counters import Counter
-from ...guards.attribute_snapshot import AttributeSnapshot, changed_number_error
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites, Formula
 from ...tensors.expressions import Operation, Part, Variable
 
 NUMBERS = (int, float)
 ARITHMETIC = ("add", "sub", "mul")
-Place = tuple[str, nn.Module, str]  # of an attribute: path, submodule, name
 OBJECT = frozenset({
     "__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__setattr__",
     "__delattr__", "__dir__", "__sizeof__",
 })  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class ChangedNumbers:
-    """The numbers that forward has changed, and the error if it needs them."""
-
-    places: tuple[Place, ...]
-    error: CaptureError
 
 
 class _NumberNeededError(Exception):
@@ -54,41 +41,32 @@ class CountedNumber:
         return self.kind
 
 
-def take_back_numbers(before: AttributeSnapshot, unread: Set[tuple[int, str]]) -> ChangedNumbers | None:
-    """Put back the numbers of submodules that forward has changed, and return where they are; None without any.
-
-    Those that are known to be `unread`, by the id of the submodule and the name, are written, whatever they were.
-    """
-    changed: list[Place] = []
-    errors: list[CaptureError] = []
-    for (path, module), attributes in zip(before.modules, before.attributes, strict=True):
-        for name, old in attributes.items():
-            new = vars(module).get(name)
-            is_counted = type(old) in NUMBERS and type(new) in NUMBERS and (id(module), name) not in unread
-            if is_counted and repr(old) != repr(new):
-                vars(module)[name] = old
-                changed.append((path, module, name))
-                errors.append(changed_number_error(f"{path}.{name}".removeprefix("."), old, new))
-    return ChangedNumbers(tuple(changed), errors[0]) if changed else None
+def changed_numbers(writes: AttributeWrites) -> tuple[AttributeWrite, ...]:
+    """Return the writes of numbers to attributes that the next call reads; these have their earlier values again."""
+    found = (item for item in writes.changing if item.owner() is vars(item.attribute.part()))
+    values = ((item, item.attribute.value, item.value(lambda leaf: leaf)) for item in found)
+    return tuple(item for item, *both in values if all(type(value) in NUMBERS for value in both))
 
 
 @contextmanager
-def counting(places: Sequence[Place], found: list[Counter]) -> Iterator[None]:
-    """Let objects stand for these numbers, and find how the block changes them.
+def counting(numbers: Sequence[AttributeWrite], found: list[AttributeWrite]) -> Iterator[None]:
+    """Let objects stand for these numbers, and find the writes that change them as the block does.
 
     Raises:
         _NumberNeededError: the block stores something else in their place.
     """
-    before = [vars(module)[name] for _, module, name in places]
+    before = [item.attribute.value for item in numbers]
     found.clear()
-    for path, module, name in places:
-        vars(module)[name] = CountedNumber(Variable((path, name)), type(vars(module)[name]))
+    for item, value in zip(numbers, before, strict=True):
+        item.write(CountedNumber(Variable(item.attribute), type(value)))
     try:
         yield
-        found.extend(Counter(path, name, _formula(vars(module).get(name))) for path, module, name in places)
+        for item in numbers:
+            formula = Formula(_formula(item.attribute.value))
+            found.append(replace(item, leaves=(formula,), settles=True, change=item.where))
     finally:
-        for (_, module, name), value in zip(places, before, strict=True):
-            vars(module)[name] = value
+        for item, value in zip(numbers, before, strict=True):
+            item.write(value)
 
 
 def _formula(value: Any) -> Part:

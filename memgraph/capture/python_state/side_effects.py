@@ -105,7 +105,7 @@ def _settled(
     others = before.paths(written_attributes(before.module).held)
     others |= {item.where for item in writes.items if item.has_numbers}
     if lost := [name for name in found.changes(first.after) if name not in others]:
-        raise _changed_call_error(lost[0], before)
+        raise changed_call_error(lost[0], before)
     written = {item.where for item in writes.items}
     # In a thing that no write can be done to, as an object with slots; the trace has done it.
     rest = [name for name in before.changes(first.after) if name not in written]
@@ -119,13 +119,13 @@ def _settled(
     try:
         second = trace(changing)
     except Exception as error:
-        raise _changed_call_error(culprit, before) from error
+        raise changed_call_error(culprit, before) from error
     unread = {item.attribute for item in changing} - second.read
     writes = writes.without_reads(unread)
     if not (changing := writes.changing) and outer is None and not rest:
         return writes
     if again := {(item.where, item.key): item for item in second.writes.without_reads(unread).changing}:
-        raise _changed_call_error(
+        raise changed_call_error(
             next((item for item in changing if (item.where, item.key) in again), next(iter(again.values()))), before
         )
     later: Changed | None = next((name for name in first.after.changes(second.after) if name in rest), None)
@@ -135,7 +135,7 @@ def _settled(
     # Parts of a batch are called in another order than in eager.
     in_parts = any(node.meta.get(PROVENANCE, {}).get("part") for node in first.graph.graph.nodes)
     if later is not None or (not repeats and (outer is not None or rest or in_parts)):
-        raise _changed_call_error(later or outer or culprit, before)
+        raise changed_call_error(later or outer or culprit, before)
     return replace(writes, repeats=repeats)
 
 
@@ -144,7 +144,7 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     return first.facts == second.facts and is_same_graph(first.graph, second.graph)
 
 
-def _changed_call_error(changed: Changed, before: AttributeSnapshot) -> CaptureError:
+def changed_call_error(changed: Changed, before: AttributeSnapshot) -> CaptureError:
     return CaptureError(
         f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
         "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first "

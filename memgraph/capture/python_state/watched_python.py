@@ -1,8 +1,7 @@
 """Watch what one trace of forward does to Python's state.
 
-with python.running(): forward    ->    python.counters, for numbers with which forward only counts
-python.stored(values)             ->    the tensors that it has put into attributes
-python.end(values, placed)        ->    python.writes; python.changed, numbers that it has changed; python.after
+python.stored(values)             ->    the tensors that forward has put into attributes
+python.end(values, placed)        ->    python.writes, with formulas for numbers with which it only counts; python.after
 """
 
 from __future__ import annotations
@@ -14,29 +13,33 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from ...graph.counters import Counter
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
-from ...guards.attribute_writes import AttributeWrites, attribute_writes
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes
 from ...guards.outer_snapshot import holds
 from ...guards.written_attributes import Attribute, AttributeWatch, written_attributes
 from ...tensors.traced_number import is_traced
-from .counted_numbers import ChangedNumbers, Place, counting, take_back_numbers
+from .counted_numbers import changed_numbers, counting
 from .refuse_iterators import refuse_iterators
 
 
 class WatchedPython:
-    """Watches a trace of a module; objects stand for its `counted` numbers."""
+    """Watches a trace of a module; objects stand for the numbers that it may count with."""
 
     def __init__(
-        self, module: nn.Module, before: AttributeSnapshot, counted: Sequence[Place], tried: Iterable[Attribute] = ()
-    ) -> None:
+        self, module: nn.Module, before: AttributeSnapshot, counted: Sequence[AttributeWrite],
+        tried: Iterable[Attribute] = (),
+    ) -> None:  # fmt: skip
         """Forward may read the attributes `tried`, or write them first."""
         self.module, self.before, self.counted = module, before, counted
         self.watch = AttributeWatch([*written_attributes(module).unread, *tried], before.outer.ran)
-        self.counters: list[Counter] = []
-        self.changed: ChangedNumbers | None = None
+        self._formulas: list[AttributeWrite] = []
         self.after = before
         self.writes = AttributeWrites()
+
+    @property
+    def changed_numbers(self) -> tuple[AttributeWrite, ...]:
+        """The writes of numbers that the next call reads."""
+        return changed_numbers(self.writes)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -45,7 +48,7 @@ class WatchedPython:
         Raises:
             CaptureError: it takes something from an iterator.
         """
-        with counting(self.counted, self.counters), refuse_iterators(self.before), self.watch.watching():
+        with counting(self.counted, self._formulas), refuse_iterators(self.before), self.watch.watching():
             yield
 
     def stored(self, values: Sequence[Tensor]) -> list[Any]:
@@ -67,12 +70,12 @@ class WatchedPython:
             CaptureError: another traced tensor is left in the module.
         """
         self.after, unread = AttributeSnapshot(self.module, values, self.before.outer.ran), self.watch.written()
-        self.writes = attribute_writes(self.before, self.after, placed, unread)
+        found = attribute_writes(self.before, self.after, placed, unread)
+        self.writes = AttributeWrites((*found.items, *self._formulas))
         written = {item.where for item in self.writes.items}
         for name in self.before.changes(self.after):
             if name not in written and holds(self.after.tokens.get(name), FakeTensor):
                 raise stored_tensor_error(name)
-        self.changed = take_back_numbers(self.before, {each.key for each in unread})
         self.before.refuse_tensors({*map(id, values), *placed})
         self.before.restore_attributes()
         self.after.forget_values()
