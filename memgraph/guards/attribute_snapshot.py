@@ -1,4 +1,4 @@
-"""The Python attributes of a module at one moment: compare them, restore them, and refuse what forward changed there.
+"""The Python attributes of a module at one moment: compare them, restore them, and refuse tensors of a trace there.
 
     before = AttributeSnapshot(module);  ...;  before.changed(AttributeSnapshot(module))   ->   "layers.0.count"
 
@@ -113,19 +113,6 @@ class AttributeSnapshot:
         for container, before in self.copies.values():
             restore_container(container, before)
 
-    def refuse_leaks(self, inputs: set[int]) -> None:
-        """Raise if forward changed a number on the module, or left a fake tensor there that is not in `inputs` (ids).
-
-        A captured step would do neither.
-        """
-        for (path, module), before in zip(self.modules, self.attributes, strict=True):
-            _refuse_changed(vars(module), before, _path(path, "{}"))
-            for name, value in before.items():
-                if type(value) in CONTAINERS:
-                    _, copy = self.copies[id(value)]
-                    _refuse_changed(dict(items_of(value)), dict(items_of(copy)), _path(path, name) + "[{!r}]")
-        self.refuse_tensors(inputs)
-
     def refuse_tensors(self, inputs: set[int]) -> None:
         """Raise if forward left a fake tensor on the module that is not in `inputs` (ids)."""
         for path, module in self.modules:
@@ -140,7 +127,7 @@ class AttributeSnapshot:
         self._noted = len(self._walk.containers)
 
     def _describe(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
-        walk, ignored = self._walk, weights_set_by_hooks(part) | (IGNORED - {*STATE, *HOOKS})
+        walk, ignored = self._walk, IGNORED - {*STATE, *HOOKS}
         if isinstance(part, nn.RNNBase):
             ignored |= RNN_CACHES
         for name, value in vars(part).items():
@@ -166,12 +153,11 @@ def _is_input(token: object) -> bool:
 
 def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield attributes, and the items of containers among them, with the attribute's name."""
-    ignored = weights_set_by_hooks(module)
     for name, value in vars(module).items():
         if type(value) in CONTAINERS:
             for key, item in items_of(value):
                 yield (str(key) if name in STATE else name), item
-        elif name not in ignored:
+        else:
             yield name, value
 
 
@@ -181,28 +167,6 @@ def stored_tensor_error(name: str) -> CaptureError:
         f"forward stores a tensor in {name}, as no captured step can: return it, or register it "
         "as a buffer of its shape and dtype before the first step"
     )
-
-
-def weights_set_by_hooks(part: nn.Module) -> set[str]:
-    """Hooks of torch.nn.utils (spectral_norm, prune) compute these weights before each forward."""
-    hooks = part._forward_pre_hooks.values()
-    names = {getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")}
-    return {name for name in names if isinstance(name, str)}
-
-
-def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> None:
-    for key, old in before.items():
-        new = now.get(key)
-        if type(old) in COUNTERS and type(new) in COUNTERS and repr(old) != repr(new):
-            raise changed_number_error(label.format(key), old, new)
-
-
-def changed_number_error(name: str, old: object, new: object) -> CaptureError:
-    """Return the error for a number that forward changes."""
-    return CaptureError(
-        f"forward changes {name} from {old!r} to {new!r}, but a captured step runs no Python: "
-        "make it a buffer (register_buffer, a tensor), or change it outside of forward"
-    ).about(name)
 
 
 def _path(path: str, name: str) -> str:

@@ -23,7 +23,7 @@ from ..tensors.pytree import CONSTANTS as LEAVES
 from ..tensors.pytree import OPAQUE, Spec, flatten, unflatten
 from ..tensors.traced_number import is_traced
 from ..tensors.traced_size import SizeNeededError, with_arguments
-from .attribute_snapshot import COUNTERS, RNN_CACHES, AttributeSnapshot, stored_tensor_error, weights_set_by_hooks
+from .attribute_snapshot import COUNTERS, RNN_CACHES, AttributeSnapshot, stored_tensor_error
 from .containers import restore_container
 from .module_attributes import IGNORED
 from .owned_tensors import layout_of
@@ -197,7 +197,7 @@ class _Writes:
         ):
             of_torch |= {id(new.get(name)) for name in OF_TORCH}
             parts = {name for group in OF_TORCH for name in (new.get(group) or ()) if isinstance(new[group], dict)}
-            skipped = OF_TORCH | parts | weights_set_by_hooks(module)
+            skipped = OF_TORCH | parts
             for name in dict.fromkeys((*old, *new)):
                 attribute = Attribute(weakref.ref(module), name)
                 is_same = old.get(name, DELETED) is new.get(name, DELETED)
@@ -249,6 +249,14 @@ class _Writes:
         if isinstance(placed, Tensor):
             raise stored_tensor_error(where)
         return placed
+
+
+def attributes_with_tensors(snapshot: AttributeSnapshot) -> Iterator[Attribute]:
+    """Yield those that have a tensor, or one in a container, and are neither parameters nor buffers."""
+    for (_, module), attributes in zip(snapshot.modules, snapshot.attributes, strict=True):
+        for name, value in attributes.items():
+            if name not in OF_TORCH and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                yield Attribute(weakref.ref(module), name)
 
 
 def is_alike(one: Any, other: Any) -> bool:

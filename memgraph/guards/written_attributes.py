@@ -40,9 +40,13 @@ class Attribute:
     name: str
 
     @property
+    def items(self) -> dict[str, Any]:
+        """All attributes of the submodule."""
+        return {} if (part := self.part()) is None else vars(part)
+
+    @property
     def value(self) -> Any:
-        part = self.part()
-        return Absent if part is None else vars(part).get(self.name, Absent)
+        return self.items.get(self.name, Absent)
 
     @property
     def key(self) -> tuple[int, str]:
@@ -51,14 +55,12 @@ class Attribute:
 
     def clear(self) -> None:
         """Remove the attribute."""
-        if (part := self.part()) is not None:
-            vars(part).pop(self.name, None)
+        self.items.pop(self.name, None)
 
     def fill(self, value: Any) -> None:
         """Set the attribute, the items of containers in place."""
-        part = self.part()
-        if part is not None and value is not Absent:
-            vars(part)[self.name] = _filled(self.value, value)
+        if value is not Absent:
+            self.items[self.name] = _filled(self.value, value)
 
 
 class HeldNeeded(Exception):
@@ -103,9 +105,13 @@ class AttributeWatch:
 
     Where a class has an attribute of the name as well, or finds attributes in its own way, a value stands for the
     attribute, and it counts as read if code that `ran` takes the name. Code that computes names reads all.
+
+    Attributes:
+        is_blind: such code has run, and some were hidden from it.
     """
 
     def __init__(self, attributes: Iterable[Attribute], ran: WhatRan) -> None:
+        self.is_blind = False
         self.read = set[Attribute]()
         self._ran = ran
         self._attributes = [*dict.fromkeys(attributes)]
@@ -135,9 +141,10 @@ class AttributeWatch:
         if self._ran.takes_any:
             self.read |= {*self._attributes}
             self._attributes = []
+        orders = {each.part: (each.items, list(each.items)) for each in self._attributes}
         for attribute in self._attributes:
             value = attribute.value
-            if _can_hide(attribute):
+            if can_hide(attribute):
                 self._hidden[attribute.key] = attribute, value
                 attribute.clear()
             elif value is Absent:
@@ -154,11 +161,18 @@ class AttributeWatch:
                 if attribute not in written:
                     attribute.fill(value)
             self.read |= {each for each, _ in self._replaced if self._ran.takes(type(each.part()), each.name)}
-            self.read |= {each for each, _ in self._hidden.values() if self._ran.takes_any}
+            for items, names in orders.values():
+                _put_in_order(items, names)
+            self.is_blind = self._ran.takes_any and bool(self._hidden)
             self._written = written
 
+    def not_read(self) -> set[Attribute]:
+        """Return those that the block has not read before it wrote them."""
+        return {*self._attributes} - self.read
 
-def _can_hide(attribute: Attribute) -> bool:
+
+def can_hide(attribute: Attribute) -> bool:
+    """Return True if an attribute that is gone is asked for in a way that can be watched."""
     kind: Any = type(attribute.part())
     finds = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     return finds and not any(attribute.name in vars(base) for base in kind.__mro__)
@@ -179,6 +193,12 @@ def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attr
                 "in another attribute"
             )
     return flatten((args, kwargs, *(each.value for each in held)))
+
+
+def _put_in_order(items: dict[str, Any], names: Iterable[str]) -> None:
+    """Let items be in the order of these names, and others behind them."""
+    if list(items)[: len(order := [name for name in names if name in items])] != order:
+        restore_container(items, {name: items[name] for name in (*order, *items)})
 
 
 def _filled(now: Any, value: Any) -> Any:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 from ..graph.provenance import running_microbatch
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..guards.attribute_writes import attribute_writes
 from ..guards.module_proxy import ModuleProxy
 from ..tensors.loss_outputs import custom_functions
 from ..tensors.pytree import Spec, flatten, tensors_of, unflatten
@@ -59,16 +60,38 @@ class MicroBatches(ModuleProxy):
 
     def _run(self, number: int, call: Any, rows: int) -> MicroBatch:
         named = {name: torch.ops.aten.alias.default(parameter) for name, parameter in self._module.named_parameters()}
-        allowed = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
         before = AttributeSnapshot(self._module, list(self._module.parameters()))
         with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
-            before.refuse_leaks(allowed)
+            after = AttributeSnapshot(self._module, list(named.values()))
+        _refuse_writes(before, after)
         _keep_in_backward(self._module, named, tensors_of(flatten(result)[0]))
         # Recurrent layers keep a list of their weights, which would keep the aliases.
-        if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
+        if before.changed(after) is None:
             before.restore()
         return MicroBatch.of(result, rows, targets)
+
+
+def _refuse_writes(before: AttributeSnapshot, after: AttributeSnapshot) -> None:
+    """
+    Raises:
+        CaptureError: a micro-batch leaves in attributes what the whole batch would not.
+    """
+    for write in attribute_writes(before, after).items:
+        part = write.attribute.part()
+        is_new = write.where not in before.tokens and not write.holds_tensors
+        if write.settles or is_new or (part is not None and write.attribute.name in _weights_set_by_hooks(part)):
+            continue
+        raise CaptureError(
+            f"forward changes {write.change}, and would do so in each micro-batch, where a batch does it once: return "
+            f"it, do it outside of forward, or {INSTEAD}"
+        ).about(write.where)
+
+
+def _weights_set_by_hooks(part: nn.Module) -> set[Any]:
+    """Hooks of torch.nn.utils (weight_norm, prune) compute these weights before each forward, in each the same."""
+    hooks = part._forward_pre_hooks.values()
+    return {getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")}
 
 
 def _keep_in_backward(module: nn.Module, named: dict[str, Tensor], results: Sequence[Tensor]) -> None:

@@ -64,7 +64,7 @@ def require_held(before: AttributeSnapshot, writes: AttributeWrites, read: Set[A
     before.restore_attributes()
     written = written_attributes(before.module)
     held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
-    if written.note([*read, *held], ()):
+    if written.note([*(read & written.unread), *held], ()):
         raise HeldNeeded
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
-from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes, attributes_with_tensors
 from ...guards.outer_snapshot import holds
-from ...guards.written_attributes import Attribute, AttributeWatch, written_attributes
+from ...guards.written_attributes import Attribute, AttributeWatch, can_hide, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import changed_numbers, counting
 from .refuse_iterators import refuse_iterators
@@ -29,9 +29,11 @@ class WatchedPython:
         self, module: nn.Module, before: AttributeSnapshot, counted: Sequence[AttributeWrite],
         tried: Iterable[Attribute] = (),
     ) -> None:  # fmt: skip
-        """Forward may read the attributes `tried`, or write them first."""
+        """Forward may read the attributes `tried`, or write them first, as all that have tensors."""
         self.module, self.before, self.counted = module, before, counted
-        self.watch = AttributeWatch([*written_attributes(module).unread, *tried], before.outer.ran)
+        written = written_attributes(module)
+        found = [each for each in attributes_with_tensors(before) if each not in written.held and can_hide(each)]
+        self.watch = AttributeWatch([*written.unread, *tried, *found], before.outer.ran)
         self._formulas: list[AttributeWrite] = []
         self.after = before
         self.writes = AttributeWrites()
@@ -71,7 +73,7 @@ class WatchedPython:
         """
         self.after, unread = AttributeSnapshot(self.module, values, self.before.outer.ran), self.watch.written()
         found = attribute_writes(self.before, self.after, placed, unread)
-        self.writes = AttributeWrites((*found.items, *self._formulas))
+        self.writes = AttributeWrites((*found.items, *self._formulas)).without_reads(self.watch.not_read())
         written = {item.where for item in self.writes.items}
         for name in self.before.changes(self.after):
             if name not in written and holds(self.after.tokens.get(name), FakeTensor):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memgraph
+from memgraph.guards.written_attributes import written_attributes
 from tests.support.compare import ROOM, assert_equal
 
 
@@ -159,6 +160,20 @@ def test_attributes_are_those_of_eager_after_each_step(then: Callable[[Any, Tens
         assert_equal(tensors(ours), tensors(plain))
         assert [x.requires_grad for x in tensors(ours)] == [x.requires_grad for x in tensors(plain)]
     assert len({id(variant.captured) for variant in compiled._kept.variants}) <= 3
+
+
+@pytest.mark.parametrize(("then", "is_held"), [(read_at_once, False), (by_its_dict, True), (running_mean, True)])
+def test_what_forward_reads_before_it_writes_is_an_argument_of_the_next_call(then: Any, is_held: bool) -> None:
+    module: Any = Storing(then)
+    twin = copy.deepcopy(module)
+    compiled = memgraph.compile(module, ROOM)
+    for _ in range(3):
+        x = torch.ones(2, 8)
+        with torch.no_grad():  # the attributes have tensors already when a step is captured
+            module(x), twin(x)
+        assert_equal([compiled(x)], [twin(x)])
+        assert_equal(tensors(module), tensors(twin))
+        assert bool(written_attributes(module).held) is is_held
 
 
 def tensors(module: nn.Module) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.utils import prune
 
 import memgraph
 from memgraph.guards.attribute_guard import AttributeGuard
+from memgraph.guards.written_attributes import written_attributes
 from tests.support.compare import ROOM
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -195,19 +197,37 @@ def left(module: Any) -> list[str]:
     return [*map(repr, own), str(vars(module.body[0]).get("done"))]
 
 
-@pytest.mark.parametrize("remake", [nn.utils.spectral_norm, lambda part: prune.l1_unstructured(part, "weight", 0.5)])
-def test_a_weight_that_a_hook_makes_anew_each_time_is_its_own_business(remake: Any) -> None:
-    def made() -> nn.Module:
+PRUNED = partial(prune.l1_unstructured, name="weight", amount=0.5)
+
+
+@pytest.mark.parametrize("remake", [nn.utils.spectral_norm, nn.utils.weight_norm, PRUNED])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_a_hook_makes_anew_each_time_is_there_after_each_call(remake: Any) -> None:
+    def made() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(remake(nn.Linear(4, 4)))
 
     module, twin = made(), made()
-    assert_same(module, twin, X, X, X)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (module, twin)]
+    compiled = memgraph.compile(module, ROOM)
+    for _ in range(3):
+        for run in (compiled, twin):
+            run(X).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(vars(module[0])["weight"], vars(twin[0])["weight"])
+    assert written_attributes(module).held == []
 
 
-@pytest.mark.parametrize("then", [count, mark, fill])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_a_hook_makes_is_made_in_each_part_of_a_batch() -> None:
+    layer = nn.utils.weight_norm(nn.Linear(4, 4))
+    assert torch.equal(memgraph.compile(layer, ROOM, microbatches=2)(X), torch.cat([layer(row) for row in X.split(1)]))
+
+
+@pytest.mark.parametrize("then", [count, mark, fill, remember])
 def test_parts_of_a_batch_are_calls_as_well(then: Any) -> None:
-    with pytest.raises(memgraph.CaptureError, match=r"forward changes (count|done|filled)"):
+    with pytest.raises(memgraph.CaptureError, match=r"forward changes (count|done|filled|before)"):
         memgraph.compile(Leaving(then, filled=[]), ROOM, microbatches=2)(X)
 
 
