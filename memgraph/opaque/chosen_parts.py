@@ -35,10 +35,12 @@ class OpaqueParts:
         self._paths = {child: path for path, child in module.named_modules()}
         self._causes: dict[nn.Module, CaptureError] = {}
         self._alike = set[nn.Module]()  # opaque because another one of their class is, or preferred
-        self._traced = set[nn.Module]()  # of these, those that can't be opaque
+        self._named = set[nn.Module]()
+        self._traced = set[nn.Module]()  # of those alike, those that can't be opaque
         for name in () if isinstance(wanted, bool) else wanted:
             # The module may be inside of one that adds the loss.
             path = next(path for path in self._paths.values() if path == name or path.endswith(f".{name}"))
+            self._named.add(module.get_submodule(path))
             self._choose(module.get_submodule(path), CaptureError(f"opaque= has {name!r}"))
         for path in preferred:
             self._prefer(module.get_submodule(path), "it asks for values that differ from call to call")
@@ -56,6 +58,8 @@ class OpaqueParts:
         if isinstance(error, NotOpaqueError):
             cause = self._causes[error.module]
             around = self._around(error.module)
+            if around is None and error.module in self._named:
+                raise CaptureError(f"{cause}, but {error}") from error
             if around is None:
                 cause.add_note(str(error))
                 raise cause from None

@@ -81,7 +81,7 @@ def refuse_kept(
         text = (
             f"the budget of {report.budget} bytes is enough only if the model's outputs are freed when backward "
             f"begins, and {kept} bytes of them, or of their gradients, are still held: free them before backward "
-            f"(del outputs), or give budget={needed}"
+            f"(del outputs; what forward stores in attributes is held as well), or give budget={needed}"
         )
         raise BudgetError(text, report.budget, needed)
     return f"{kept} bytes of outputs, or of their gradients, were held through backward" if kept else ""

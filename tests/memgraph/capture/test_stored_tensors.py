@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -174,6 +175,37 @@ def test_what_forward_reads_before_it_writes_is_an_argument_of_the_next_call(the
         assert_equal([compiled(x)], [twin(x)])
         assert_equal(tensors(module), tensors(twin))
         assert bool(written_attributes(module).held) is is_held
+
+
+class Cached(Storing):
+    """Its class has the names as well."""
+
+    count = None
+
+    @cached_property
+    def table_of_rows(self) -> Tensor:
+        return torch.linspace(0, 1, 8)
+
+
+def by_a_cached_property(part: Any, y: Tensor) -> Tensor:
+    return y * torch.as_tensor(part.table_of_rows)
+
+
+def by_a_default_of_the_class(part: Any, y: Tensor) -> Tensor:
+    if part.count is None:
+        part.count = y.detach().mean()
+    return y * torch.as_tensor(part.count)
+
+
+@pytest.mark.parametrize("then", [by_a_cached_property, by_a_default_of_the_class])
+def test_an_attribute_may_take_the_place_of_one_of_the_class(then: Any) -> None:
+    module: Any = Cached(then)
+    twin = copy.deepcopy(module)
+    compiled = memgraph.compile(module, ROOM)
+    for _ in range(4):
+        x = torch.randn(2, 8)
+        assert_equal([compiled(x)], [twin(x)])
+        assert_equal(tensors(module), tensors(twin))
 
 
 def tensors(module: nn.Module) -> list[Tensor]:
