@@ -99,7 +99,7 @@ def test_a_part_that_is_named_and_can_not_be_opaque_says_why() -> None:
     with pytest.raises(
         memgraph.CaptureError, match=r"opaque= has 'part', but part .* can't run as it is .* in its attr"
     ):
-        memgraph.compile(Whole(Storing()), ROOM, opaque=["part"])(batch(0))
+        memgraph.compile(Net(Storing()), ROOM, opaque=["part"])(batch(0))
 
 
 @pytest.mark.parametrize(
