@@ -22,7 +22,7 @@ from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.fact_texts import FactTexts
 from ..guards.signature import has_gradients, signature
 from ..guards.written_attributes import call_leaves, written_attributes
-from ..planning.call_kinds import CallKinds
+from ..planning.call_kinds import argument_names, kinds_warning
 from ..planning.general_captures import GeneralCaptures
 from ..planning.planner import Planner
 from ..planning.value_answers import MANY, many_values_warning, preferred_parts, refuse_unstable
@@ -51,10 +51,12 @@ class KeptSteps:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.variants, self.general = Variants(), GeneralCaptures()
-        self._attributes, self._kinds = AttributeGuard(planner.module), CallKinds(planner.module)
+        self._attributes = AttributeGuard(planner.module)
         self._traced = set[Hashable]()  # kinds of calls whose submodules are all traced, as no plan fits otherwise
         self._written = written_attributes(planner.module)
         self._has_warned = False
+        self._has_warned_of_kinds = False
+        self._captures = 0
         self._parameters = tuple[int, ...]()  # those of the latest call, by their ids
         self._owned_by: object = None  # the latest call, if it was with these
 
@@ -145,10 +147,10 @@ class KeptSteps:
             self._traced.add(call.facts)
         earlier = None if known is None else known.earlier
         step = self.planner.step(args, kwargs, call.outputs, earlier, general)
-        if general is not None and self.general.note(call, general, step.parts.captured):
-            self._kinds.forget(args, kwargs)
-        elif not (is_traced and call.rejected):
-            self._warn_of_kinds(args, kwargs)
+        self._captures += 1
+        is_general = general is not None and self.general.note(call, general, step.parts.captured)
+        if not is_general and not (is_traced and call.rejected):
+            self._warn_of_kinds(args, kwargs, call)
         report = step.report
         seconds, megabytes, overhead = report.planned_us / 1e6, report.peak / 1e6, 100 * report.longer
         LOG.info("planned in %.1f s: %.1f MB, step %+.1f %%", seconds, megabytes, overhead)
@@ -222,7 +224,7 @@ class KeptSteps:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts, known: Variant | None
     ) -> None:  # fmt: skip
         """Log why a call is captured: it is the first, or in what it differs from the most similar one."""
-        if not (number := self._kinds.number):
+        if not (number := self._captures):
             LOG.info("the first call is captured, priced and planned")
             return
         if known is not None:
@@ -238,12 +240,18 @@ class KeptSteps:
         LOG.info("a call unlike the %d before it is captured, priced and planned: %s", number, reason)
 
     def _texts(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> FactTexts:
-        names, count = self._kinds.leaf_names(args, kwargs), len(call.facts[ARGUMENTS]) - 1
+        return FactTexts(self.planner.module, self._attributes, self._names(args, kwargs, call))
+
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> list[str]:
+        names, count = argument_names(self.planner.module, args, kwargs), len(call.facts[ARGUMENTS]) - 1
         if len(names) != count:  # objects that have several tensors
             names = [f"tensor or constant {i} of the arguments" for i in range(count)]
-        return FactTexts(self.planner.module, self._attributes, names)
+        return names
 
-    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count one more kind of calls, and warn if there are ever more."""
-        if warning := self._kinds.warning(args, kwargs, self._attributes.variables.changed):
+    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> None:
+        """Warn, once, if there are ever more kinds of calls."""
+        earlier = [each.assumptions.facts for each in self.variants if not each.is_made_of_another]
+        names, changed = self._names(args, kwargs, call), self._attributes.variables.changed
+        if not self._has_warned_of_kinds and (warning := kinds_warning(call.facts, earlier, names, changed)):
+            self._has_warned_of_kinds = True
             warn_user(warning)

@@ -110,6 +110,12 @@ class Variant:
         return floats if all(type(value) is float for value in floats) else None
 
     @property
+    def is_made_of_another(self) -> bool:
+        """Return True if other numbers or lengths cost no trace of their own."""
+        captured = self.captured
+        return captured is not None and (bool(captured.float_values) or isinstance(captured.graph, LaterGraph))
+
+    @property
     def serves_others(self) -> bool:
         """Return False for a backward from scalars alone where other calls may have room for all outputs."""
         return self.captured is not None and not any(step.report.all_outputs for step in list(self.steps.values()))

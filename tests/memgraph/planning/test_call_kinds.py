@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning.call_kinds import CallKinds
+from memgraph.guards.assumptions import Facts
+from memgraph.guards.attribute_guard import AttributeGuard
+from memgraph.guards.signature import signature
+from memgraph.planning.call_kinds import argument_names, kinds_warning
+from memgraph.tensors.pytree import flatten
 
 
 class Scaled(nn.Module):
@@ -24,18 +28,32 @@ class Scaled(nn.Module):
         return found
 
 
-def said(*calls: Callable[[CallKinds], str]) -> list[str]:
-    kinds = CallKinds(Scaled())
-    return [call(kinds) for call in calls]
+MODULE = Scaled()
 
 
-def given(*args: Any, **kwargs: Any) -> Callable[[CallKinds], str]:
-    return lambda kinds: kinds.warning(args, kwargs)
+def said(*calls: Callable[[int], tuple[Facts, list[str]]]) -> list[str]:
+    texts, earlier = list[str](), list[Facts]()
+    for number, call in enumerate(calls):
+        facts, names = call(number)
+        texts.append(kinds_warning(facts, earlier, names))
+        earlier.insert(0, facts)
+    return texts
 
 
-def test_the_third_length_is_said_with_its_dimension_once() -> None:
-    texts = said(*(given(torch.ones(n, 4)) for n in (9, 8, 7, 6)))
-    assert texts[:2] == ["", ""] and texts[3] == ""
+def given(*args: Any, mode: int | None = 0, **kwargs: Any) -> Callable[[int], tuple[Facts, list[str]]]:
+    """Return the facts of a call and its arguments' names; without a mode it has the number of the call."""
+
+    def call(number: int) -> tuple[Facts, list[str]]:
+        leaves, spec = flatten((args, kwargs))
+        facts = signature(spec, leaves, AttributeGuard(MODULE), (number if mode is None else mode,))
+        return facts, argument_names(MODULE, args, kwargs)
+
+    return call
+
+
+def test_the_third_length_is_said_with_its_dimension() -> None:
+    texts = said(*(given(torch.ones(n, 4)) for n in (9, 8, 7)))
+    assert texts[:2] == ["", ""]
     assert "x, dimension 0 (9, 8, 7) differs" in texts[2]
     assert "pad it" in texts[2] and "time_limit=" in texts[2] and "plan=" in texts[2]
     assert "tensor instead" not in texts[2] and "drop_last=True" in texts[2]
@@ -55,11 +73,12 @@ def test_calls_of_several_sorts_that_come_again_are_not_said() -> None:
     x = torch.ones(2, 4)
     ways = (given(x), given(x, 0.5), given(x, 1), given(x.double()), given(x[0]), given(x[:1]))
     assert said(*ways) == [""] * len(ways)
-    assert said(*[given(x)] * 4) == [""] * 4  # training, eval, with gradients there
+    assert said(*[given(x, mode=None)] * 4) == [""] * 4  # training, eval, with gradients there
 
 
 def test_what_is_no_argument_is_said_as_well() -> None:
-    texts = said(*[given(torch.ones(2, 4))] * 6)
+    assert not any(said(*[given(torch.ones(2, 4))] * 9))  # of one kind
+    texts = said(*[given(torch.ones(2, 4), mode=None)] * 6)
     assert texts[:5] == [""] * 5 and "an attribute of the module" in texts[5]
 
 
