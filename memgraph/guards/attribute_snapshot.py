@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from ..errors import CaptureError
 from ..tensors.traced_number import TracedFloat, TracedInt
 from .containers import RESTORED, has_same_items, items_of, restore_container
-from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
+from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey, slots
 from .module_proxy import all_submodules
 from .outer_snapshot import OuterSnapshot, holds
 from .what_ran import WhatRan
@@ -35,7 +35,7 @@ class _SnapshotWalk(AttributeWalk):
     def described_before(self, thing: Any) -> Hashable:
         if id(thing) in self.inputs:
             return "input", self.inputs[id(thing)]
-        return "described", self.numbers[id(thing)], IdentityKey(thing)
+        return "described", IdentityKey(thing)  # its number would be another once something new is before it
 
 
 class AttributeSnapshot:
@@ -48,6 +48,9 @@ class AttributeSnapshot:
         self.outer = OuterSnapshot(ran, inputs)
         self.module, self.modules = module, all_submodules(module)
         self.attributes = [dict(vars(part)) for _, part in self.modules]
+        self._slots = [
+            (part, name, getattr(part, name)) for _, part in self.modules for name in slots(part) if hasattr(part, name)
+        ]
         self._walk = _SnapshotWalk({id(tensor): position for position, tensor in enumerate(inputs)})
         # So that the walk opens no submodule: each is described below.
         self._walk.numbers |= {id(part): number for number, (_, part) in enumerate(self.modules)}
@@ -78,7 +81,7 @@ class AttributeSnapshot:
 
     def forget_values(self) -> None:
         """Keep descriptions alone, which hold nothing alive."""
-        self.attributes, self.copies, self._walk = [], {}, _SnapshotWalk()
+        self.attributes, self.copies, self._slots, self._walk = [], {}, [], _SnapshotWalk()
 
     @contextmanager
     def restored(self) -> Iterator[AttributeSnapshot]:
@@ -110,6 +113,8 @@ class AttributeSnapshot:
             if not has_same_items(vars(module), before):
                 vars(module).clear()
                 vars(module).update(before)
+        for part, name, value in self._slots:
+            setattr(part, name, value)
         for container, before in self.copies.values():
             restore_container(container, before)
 
@@ -139,6 +144,10 @@ class AttributeSnapshot:
             elif name not in ignored:
                 walk.describe_state(value, by_identity=True) if name in HOOKS else walk.describe(value, 1)
                 yield name, tuple(walk.tokens[begin:])
+        for name in slots(part):
+            begin = len(walk.tokens)
+            walk.describe(getattr(part, name, None), 1)
+            yield name, tuple(walk.tokens[begin:])
 
 
 def holds_traced(tokens: object) -> bool:

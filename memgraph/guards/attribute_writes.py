@@ -10,8 +10,10 @@ A captured step runs no Python: each run is followed by the writes of its captur
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from .owned_tensors import layout_of
 from .written_attributes import Attribute
 
 DELETED = object()  # stands for the value of an item that is gone
+INSIDE = object()  # stands for `__dict__` in a route
+DEPTH = 8  # of containers in an attribute
 WHOLE = object()  # stands for the key of a list, set or deque
 # Hooks that forward registers are written: it may note in an attribute that they are there.
 OF_TORCH = {name for name in IGNORED if "hooks" not in name} | RNN_CACHES | {"_modules"}
@@ -50,12 +54,78 @@ class Formula:
         return evaluate(self.part, {attribute: attribute.value for attribute in variables(self.part)})
 
 
+@dataclass(frozen=True)
+class Route:
+    """The way from an attribute to a container in it: keys, or the name `__dict__` of an object; None to all attributes
+    of its module."""
+
+    attribute: Attribute
+    keys: tuple[Any, ...] | None
+
+    @property
+    def end(self) -> Any:
+        """The container that is there now; None if there is none."""
+        if self.keys is None:
+            return self.attribute.items
+        found = self.attribute.value
+        try:
+            for key in self.keys:
+                found = vars(found) if key is INSIDE else found[key]
+        except (LookupError, TypeError):
+            return None
+        return found
+
+
+def _keys_to(container: Any, value: Any, depth: int = 0) -> tuple[Any, ...] | None:
+    """Return the keys that lead from a value to a container in it; None if there are none."""
+    if value is container:
+        return ()
+    if depth > DEPTH:
+        return None
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list | tuple | deque):
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type | Tensor | nn.Module):
+        inside = [(INSIDE, vars(value))]
+    for key, item in list(inside):
+        if (rest := _keys_to(container, item, depth + 1)) is not None:
+            return key, *rest
+    return None
+
+
+def with_shared(snapshot: AttributeSnapshot, attributes: Iterable[Attribute]) -> list[Attribute]:
+    """Return attributes, and all others that lead to a container in one of them."""
+    found = [*dict.fromkeys(attributes)]
+    inside = (each for attribute in found for each in _containers(attribute.value))
+    shared = {id(each): each for each in inside if not isinstance(each, Tensor)}
+    for (_, module), own in zip(snapshot.modules, snapshot.attributes, strict=True) if shared else ():
+        for name, value in own.items():
+            attribute = Attribute(weakref.ref(module), name)
+            is_new = name not in OF_TORCH and attribute not in found
+            if is_new and any(id(each) in shared for each in _containers(value)):
+                found.append(attribute)
+    return found
+
+
+def _containers(value: Any, depth: int = 0) -> list[Any]:
+    """Return the containers in a value, and the attributes of objects, that lead to a tensor; and the tensor."""
+    if isinstance(value, Tensor) or depth > DEPTH:
+        return [value] if isinstance(value, Tensor) else []
+    inside: Iterable[Any] = ()
+    if isinstance(value, dict | list | tuple | set | deque):
+        inside = list(value.values() if isinstance(value, dict) else value)
+    elif not isinstance(value, type | nn.Module | FunctionType | ModuleType):
+        inside = [own] if isinstance(own := getattr(value, "__dict__", None), dict) else ()
+    found = [each for item in inside for each in _containers(item, depth + 1)]
+    return [value, *found] if found and isinstance(value, dict | list | set | deque) else found
+
+
 @dataclass(frozen=True, eq=False)
 class AttributeWrite:
     """A new value of an item of a dict, an attribute being one of its module's; or all items of another container.
 
     Attributes:
-        owner: returns the container; None if its module is gone.
+        owner: the way to the container.
         leaves: of the value.
         spec: its structure; None for an item that is gone.
         settles: a call that finds the like of this value writes the like again.
@@ -65,7 +135,7 @@ class AttributeWrite:
         is_read: code that ran takes the attribute.
     """
 
-    owner: Callable[[], Any]
+    owner: Route
     key: Any
     leaves: tuple[Any, ...]
     spec: Spec | None
@@ -79,6 +149,11 @@ class AttributeWrite:
     def holds_tensors(self) -> bool:
         """True if a tensor of the step is in the value, or a number read from one."""
         return any(map(_is_computed, self.leaves))
+
+    @property
+    def is_held(self) -> bool:
+        """True if the next call reads a tensor that is written."""
+        return self.is_read and self.holds_tensors
 
     @property
     def has_numbers(self) -> bool:
@@ -98,7 +173,7 @@ class AttributeWrite:
         return unflatten([*leaves], self.spec)
 
     def write(self, value: Any) -> None:
-        owner = self.owner()
+        owner = self.owner.end
         if owner is None:
             return
         if value is DELETED:
@@ -110,7 +185,7 @@ class AttributeWrite:
 
     def found(self) -> list[Any]:
         """Return the leaves of what is there now."""
-        owner = self.owner()
+        owner = self.owner.end
         value = DELETED if owner is None else owner if self.key is WHOLE else owner.get(self.key, DELETED)
         return [] if value is DELETED else flatten(value)[0]
 
@@ -134,7 +209,7 @@ class AttributeWrites:
     @property
     def held(self) -> list[Attribute]:
         """The attributes with tensors that the next call reads."""
-        return [item.attribute for item in self.items if item.is_read and item.holds_tensors]
+        return [item.attribute for item in self.items if item.is_held]
 
     @property
     def unread(self) -> list[Attribute]:
@@ -202,7 +277,7 @@ class _Writes:
                 attribute = Attribute(weakref.ref(module), name)
                 is_same = old.get(name, DELETED) is new.get(name, DELETED)
                 if name not in skipped and (attribute in self.unread or not is_same):
-                    yield from self._item(_attributes_of(module), old, new, name, attribute, path)
+                    yield from self._item(Route(attribute, None), old, new, name, attribute, path)
         for container, items in self.after.copies.values():
             _, old_items = self.before.copies.get(id(container), (None, None))
             if old_items is not None and id(container) not in of_torch:
@@ -214,15 +289,18 @@ class _Writes:
             return
         path, module, name = owner
         attribute = Attribute(weakref.ref(module), name)
+        route = Route(attribute, _keys_to(container, attribute.value))
+        if route.keys is None:  # it is there no more
+            return
         if isinstance(container, dict):
             for key in {**old, **new}:
                 if old.get(key, DELETED) is not new.get(key, DELETED):
-                    yield from self._item(lambda: container, old, new, key, attribute, path)
+                    yield from self._item(route, old, new, key, attribute, path)
         elif len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
-            yield from self._item(lambda: container, {WHOLE: old}, {WHOLE: new}, WHOLE, attribute, path)
+            yield from self._item(route, {WHOLE: old}, {WHOLE: new}, WHOLE, attribute, path)
 
     def _item(
-        self, owner: Callable[[], Any], old: Mapping[Any, Any], new: Mapping[Any, Any], key: Any, attribute: Attribute,
+        self, owner: Route, old: Mapping[Any, Any], new: Mapping[Any, Any], key: Any, attribute: Attribute,
         path: str,
     ) -> Iterator[AttributeWrite]:  # fmt: skip
         """Yield the write of an item, unless what leads to it is as it was."""
@@ -263,7 +341,7 @@ def is_alike(one: Any, other: Any) -> bool:
     """Return True if two values have the same structure, tensors of the same layout, and equal constants."""
     if one is other:
         return True
-    if DELETED in (one, other):
+    if one is DELETED or other is DELETED:
         return False
     try:
         (leaves, spec), (others, form) = flatten(one), flatten(other)
@@ -302,9 +380,3 @@ def _opened(value: Any, where: str) -> tuple[list[Any], Spec]:
         return flatten(with_arguments(value))
     except CaptureError as error:
         raise CaptureError(f"forward puts a {type(value).__name__} into {where}, which can't be taken apart") from error
-
-
-def _attributes_of(module: nn.Module) -> Callable[[], Any]:
-    """Return a function that returns a module's attributes, and keeps no parameters of it alive."""
-    reference = weakref.ref(module)
-    return lambda: None if (alive := reference()) is None else vars(alive)

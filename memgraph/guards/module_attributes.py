@@ -8,6 +8,7 @@ checks, which compare identities, and walk again only if one fails.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import logging
@@ -17,6 +18,7 @@ import sys
 import threading
 import types
 import weakref
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
@@ -28,10 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
-from .read_dicts import ReadDicts
+from .read_dicts import ReadDicts, size_of
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
+BUFFERS = (bytearray, array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 CONSTANTS = (
     bool, int, float, complex, str, bytes, range, types.NoneType, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -221,11 +224,13 @@ class AttributeWalk:
         found = read(attributes)
         self._keep(found)
         self._note_type(module, attributes)
+        ignored = tuple(name for number, name in self.ignored if number == id(module))
         if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
-            self._check(lambda: (len(attributes), *map(id, read(attributes))))
+            self._check(lambda: (size_of(attributes, ignored), *map(id, read(attributes))))
         else:
-            self._dicts.add(attributes, read, is_of_object=True)
+            self._dicts.add(attributes, read, is_of_object=True, ignored=ignored)
         self.tokens += [IdentityKey(type(module)), names]
+        self._describe_slots(module, depth)
         is_owned = self.owned is None or id(module) in self.owned
         for name in (*STATE, *HOOKS):
             if name in STATE and not is_owned:
@@ -267,18 +272,21 @@ class AttributeWalk:
         self.tokens.append((IdentityKey(kind), len(thing)) if is_container else IdentityKey(kind))
         if is_container:
             self._describe_container(thing, depth)
-        attributes, named = getattr(thing, "__dict__", None), slots(kind)
+        attributes = getattr(thing, "__dict__", None)
         if isinstance(attributes, dict):
             self._note_type(thing, attributes)
             self._describe_mapping(
                 attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset(), True
             )
-        if named:
+        self._describe_slots(thing, depth)
+        if not (is_container or slots(thing)) and attributes is None:
+            self.tokens.append(IdentityKey(thing))
+
+    def _describe_slots(self, thing: Any, depth: int) -> None:
+        if named := slots(thing):
             self._check(lambda: [id(getattr(thing, name, None)) for name in named])
             for name in named:
-                self.describe(getattr(thing, name, None), depth + 1)
-        if not is_container and attributes is None and not named:
-            self.tokens.append(IdentityKey(thing))
+                self._describe_named(getattr(thing, name, None), name, depth + 1)
 
     def _describe_container(self, thing: Any, depth: int) -> None:
         if isinstance(thing, dict):
@@ -349,11 +357,14 @@ def _is_configuration(thing: Any) -> bool:
 
 
 def is_array(thing: Any) -> bool:
+    """Return True for what has its content in a buffer: arrays of numpy and of Python."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)
+    return isinstance(thing, BUFFERS) or (numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic))
 
 
 def _array_content(array: Any) -> Hashable:
+    if isinstance(array, BUFFERS):
+        return bytes(array)
     by_identity = array.nbytes > MAX_ARRAY_NBYTES or array.dtype.hasobject
     return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
 
@@ -363,9 +374,14 @@ def _is_from_torch(thing: Any) -> bool:
     return type(thing).__module__.partition(".")[0] == "torch" and type(thing) is not torch.Size
 
 
+def slots(thing: Any) -> tuple[str, ...]:
+    """Return the names of the `__slots__` of a thing's class, and of its bases'."""
+    kind: Any = type(thing)
+    return _slots_of(kind)
+
+
 @functools.lru_cache(4096)
-def slots(kind: Any) -> tuple[str, ...]:
-    """Return the names of a class's `__slots__`, and of its bases'."""
+def _slots_of(kind: Any) -> tuple[str, ...]:
     groups = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = [name for group in groups for name in ((group,) if isinstance(group, str) else tuple(group))]
     return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))

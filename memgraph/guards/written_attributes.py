@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CaptureError
-from ..tensors.pytree import Spec, flatten
+from ..tensors.pytree import CONSTANTS, Spec, flatten
 from .containers import restore_container
 from .what_ran import WhatRan
 
@@ -198,10 +199,18 @@ def _put_in_order(items: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def _filled(now: Any, value: Any) -> Any:
-    """Return a container with the items of another one; others become that value."""
-    if type(now) is not type(value) or not isinstance(now, dict | list | deque):
+    """Return a container or an object with the items of another one; tensors and numbers become that value."""
+    if type(now) is not type(value) or isinstance(now, (Tensor, *CONSTANTS)):
         return value
-    if isinstance(now, dict):
+    if type(now) is tuple and len(now) == len(value):
+        items = [*map(_filled, now, value)]
+        return now if all(map(is_, items, now)) else tuple(items)
+    if not isinstance(now, dict | list | deque):
+        inside = getattr(now, "__dict__", None)
+        if not isinstance(inside, dict) or isinstance(now, nn.Module | type):
+            return value
+        _filled(inside, vars(value))
+    elif isinstance(now, dict):
         restore_container(now, {key: _filled(now.get(key), item) for key, item in value.items()})
     else:
         old = [*now, *[None] * len(value)]

@@ -87,6 +87,7 @@ class RowIndependenceCheck:
         step, doubled = self._capture(few), self._capture(2 * few)
         self._refuse_writes(step)
         self._refuse_shapes(step, doubled)
+        self._refuse_other_writes(step, doubled)
         if self._nbytes(doubled, 2 * few) > self.most:
             return
         if not self._log_excess(self._nbytes(doubled, 2 * few)):
@@ -110,6 +111,16 @@ class RowIndependenceCheck:
                 raise CaptureError(
                     f"forward changes {role.label}, and would do so in each micro-batch, as batch norm does in "
                     f"training: {INSTEAD}, or a layer that keeps no statistics of batches"
+                )
+
+    def _refuse_other_writes(self, step: Captured, doubled: Captured) -> None:
+        """Raise if what forward leaves in attributes depends on the number of rows."""
+        others = step.writes.described ^ doubled.writes.described
+        for write in (*step.writes.items, *doubled.writes.items):
+            if any(text.startswith(f"{write.where} ") for text in others):
+                raise CaptureError(
+                    f"forward writes something to {write.where} that depends on the number of rows, and would do so in "
+                    f"each micro-batch: return it, do it outside of forward, or {INSTEAD}"
                 )
 
     def _refuse_shapes(self, step: Captured, doubled: Captured) -> None:

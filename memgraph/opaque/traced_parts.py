@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..graph.opaque_ops import BACKWARD, FORWARD
+from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.what_ran import WhatRan
 from ..system.entered_code import unwatched
 from ..tensors.loss_outputs import reachable_nodes
@@ -35,10 +36,12 @@ class TracedParts:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._left = list(recorder.calls)
+        self._before: dict[nn.Module, AttributeSnapshot] = {}
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Trace ops for the recorded calls in this block."""
+        self._before = {call.part.module: AttributeSnapshot(call.part.module) for call in self._left}
         with taken_calls(self.recorder.reasons, self._call), _refusing_reads(self._left):
             yield
 
@@ -61,6 +64,9 @@ class TracedParts:
             path, _ = self.recorder.reasons[module]
             raise NotOpaqueError(path, module, "the whole calls it in another way when it is traced")
         part = recorded.part
+        if changed := self._before[module].changes(AttributeSnapshot(module)):
+            reason = f"forward sets its attribute {changed[0]} before it runs, and a captured step runs no Python"
+            raise NotOpaqueError(part.path, module, reason)
         values = _OpaqueCall.apply(self.recorder, recorded, *tensors)  # type: ignore[no-untyped-call]
         outputs = len(part.expected.layouts)
         with torch.no_grad():

@@ -87,6 +87,8 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         tangents: list[Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
+        if ctx.this is None and all(tangent is None for tangent in tangents):
+            return (None,) * len(ctx.needs_input_grad)  # a later step has read an output, and cut it off
         if ctx.this is None:
             raise differentiated_before()
         this: Differentiation = ctx.this

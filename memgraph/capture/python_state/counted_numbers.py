@@ -43,7 +43,7 @@ class CountedNumber:
 
 def changed_numbers(writes: AttributeWrites) -> tuple[AttributeWrite, ...]:
     """Return the writes of numbers to attributes that the next call reads; these have their earlier values again."""
-    found = (item for item in writes.changing if item.owner() is vars(item.attribute.part()))
+    found = (item for item in writes.changing if item.owner.keys is None)
     values = ((item, item.attribute.value, item.value(lambda leaf: leaf)) for item in found)
     return tuple(item for item, *both in values if all(type(value) in NUMBERS for value in both))
 

@@ -160,10 +160,9 @@ class _Watch:
         elif not self.enters_objects or _is_from_torch(value):
             return value
         else:
-            kind: Any = type(value)
             if isinstance(inside := getattr(value, "__dict__", None), dict):
                 self.replace_items(f"{label}.{{}}", inside, dict(inside), depth + 1)
-            for name in slots(kind):
+            for name in slots(value):
                 if hasattr(value, name):
                     self.write(f"{label}.{name}", getattr(value, name), partial(setattr, value, name), depth + 1)
         return value

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...graph.provenance import PROVENANCE
 from ...guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
-from ...guards.attribute_writes import AttributeWrite, AttributeWrites, require_plain_values
+from ...guards.attribute_writes import AttributeWrite, AttributeWrites, require_plain_values, with_shared
 from ...guards.variable_scope import OuterVariable
 from ...guards.written_attributes import Attribute, HeldNeeded, written_attributes
+from ...tensors.pytree import flatten, tensors_of
 from .function_caches import empty_function_caches
 
 # An attribute, by its path or by what is written, or a variable elsewhere.
@@ -60,12 +60,21 @@ def require_held(before: AttributeSnapshot, writes: AttributeWrites, read: Set[A
     """
     Raises:
         HeldNeeded: tensors of attributes that calls write were `read`, and are no arguments of this one.
+        CaptureError: they are where they can't be taken out.
     """
     before.restore_attributes()
     written = written_attributes(before.module)
-    held = [each for each in writes.held if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(each.value))]
-    if written.note([*(read & written.unread), *held], ()):
+    held = [item.attribute for item in writes.items if item.is_held and _tensors_in(item)]
+    if written.note(with_shared(before, [*(read & written.unread), *held]), ()):
         raise HeldNeeded
+
+
+def _tensors_in(write: AttributeWrite) -> bool:
+    """Return True if the attribute has tensors now."""
+    try:
+        return bool(tensors_of(flatten(write.attribute.value)[0]))
+    except CaptureError as error:
+        raise stored_tensor_error(write.where) from error
 
 
 def settled_writes(
@@ -84,7 +93,8 @@ def settled_writes(
     writes = _settled(before, first, trace)
     if trace is None:
         require_plain_values(writes)
-    written_attributes(before.module).note(writes.held, writes.unread)
+    before.restore_attributes()
+    written_attributes(before.module).note(with_shared(before, writes.held), writes.unread)
     return writes
 
 

@@ -29,6 +29,8 @@ class Storing(nn.Module):
         self.kept: list[Tensor] = []
         self.state: Any = None
         self.table: dict[str, Any] = {}
+        self.object = self.same_object = Kept()
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.then(self, self.body(x))
@@ -125,6 +127,45 @@ def collected(part: Any, y: Tensor) -> Tensor:
     return y
 
 
+class Kept:
+    """An object with a tensor."""
+
+    def __init__(self) -> None:
+        self.level, self.rest = torch.zeros(8), [torch.ones(8)]
+
+
+def in_an_object(part: Any, y: Tensor) -> Tensor:
+    y = y + part.object.level * part.object.rest[0]
+    part.object.level, part.object.rest[0] = y.detach().mean(0), y.detach().std(0)
+    return y
+
+
+def in_an_object_that_is_made_anew(part: Any, y: Tensor) -> Tensor:
+    y = y + part.object.level
+    part.object = Kept()
+    part.object.level = y.detach().mean(0)
+    return y
+
+
+def in_an_object_of_two_attributes(part: Any, y: Tensor) -> Tensor:
+    y = y + part.object.level
+    part.same_object.level = y.detach().mean(0)
+    return y
+
+
+def counted_beside(part: Any, y: Tensor) -> Tensor:
+    part.calls += 1
+    part.last = y.detach()
+    return y
+
+
+def cut_off_later(part: Any, y: Tensor) -> Tensor:
+    if part.state is not None:
+        y = y + part.state.detach()
+    part.state = y
+    return y
+
+
 def deleted(part: Any, y: Tensor) -> Tensor:
     scale = getattr(part, "mean", 1.0)
     if hasattr(part, "mean"):
@@ -139,6 +180,7 @@ def by_a_computed_name(part: Any, y: Tensor) -> Tensor:
 
 
 STORING = [
+    in_an_object, in_an_object_that_is_made_anew, in_an_object_of_two_attributes, counted_beside, cut_off_later,
     carried_twice, collected, deleted, by_a_computed_name,
     by_its_dict, written_first,
     last, last_of_a_half, lazily, running_mean, recurrent, cleared, made_anew, in_a_dict, auxiliary, read_at_once,
@@ -177,6 +219,97 @@ def test_what_forward_reads_before_it_writes_is_an_argument_of_the_next_call(the
         assert bool(written_attributes(module).held) is is_held
 
 
+def test_containers_that_the_caller_replaces_get_what_forward_writes() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.table["last"] = y.detach()
+        part.kept.clear()
+        part.kept.append(y.detach())
+        part.object.level = y.detach()
+        return y
+
+    module: Any = Storing(then)
+    twin = copy.deepcopy(module)
+    compiled = memgraph.compile(module, ROOM)
+    for step in range(4):
+        for each in (module, twin):
+            if step >= 2:
+                each.table, each.kept, each.object = {}, [], Kept()
+        x = torch.randn(2, 8)
+        assert_equal([compiled(x)], [twin(x)])
+        assert_equal(tensors(module), tensors(twin))
+
+
+def test_parts_that_share_a_function_may_have_states() -> None:
+    module: Any = nn.Sequential(Storing(recurrent), Storing(recurrent))
+    module[0].shared = module[1].shared = torch.tanh
+    twin = copy.deepcopy(module)
+    compiled = memgraph.compile(module, ROOM)
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        assert_equal([compiled(x)], [twin(x)])
+
+
+class Slots:
+    __slots__ = ("slot",)
+
+
+class SlottedModule(Slots, nn.Module):
+    def __init__(self, then: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.then = nn.Linear(8, 8), then
+        self.slot: Any = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.body(x))
+
+
+def slot_counts(part: Any, y: Tensor) -> Tensor:
+    part.slot += 1
+    return y * part.slot
+
+
+def slot_keeps(part: Any, y: Tensor) -> Tensor:
+    y = y * part.slot
+    part.slot = y.detach()
+    return y
+
+
+@pytest.mark.parametrize("then", [slot_counts, slot_keeps])
+def test_what_forward_writes_to_a_slot_of_its_module_is_refused_and_put_back(then: Any) -> None:
+    module = SlottedModule(then)
+    with pytest.raises(memgraph.CaptureError, match=r"forward (changes|stores a tensor in) slot"):
+        memgraph.compile(module, ROOM, opaque=False)(torch.ones(2, 8))
+    assert module.slot == 1
+
+
+def test_a_slot_that_the_caller_sets_is_read() -> None:
+    module = SlottedModule(lambda part, y: y * part.slot)
+    compiled, x = memgraph.compile(module, ROOM), torch.ones(2, 8)
+    for module.slot in (1, 2, torch.full((8,), 3.0)):
+        assert torch.equal(compiled(x), module(x))
+
+
+class Hiding(Storing):
+    factor = 2.0
+
+    @cached_property
+    def table_of_rows(self) -> Tensor:
+        return torch.arange(8.0) * self.factor
+
+
+def test_an_attribute_that_comes_while_another_goes_is_seen() -> None:
+    module: Any = Hiding(by_a_cached_property)
+    twin = copy.deepcopy(module)
+    compiled = memgraph.compile(module, ROOM)
+    for step in range(4):
+        for each in (module, twin):
+            if step == 2:
+                del each.table_of_rows
+                each.factor = 3.0
+        x = torch.randn(2, 8)
+        assert_equal([compiled(x)], [twin(x)])
+
+
 class Cached(Storing):
     """Its class has the names as well."""
 
@@ -210,7 +343,9 @@ def test_an_attribute_may_take_the_place_of_one_of_the_class(then: Any) -> None:
 
 def tensors(module: nn.Module) -> list[Tensor]:
     """Return the values of its attributes, numbers as tensors."""
-    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in ("then", "training")}
+    names = [name for name in vars(module) if name[0] != "_" and name not in ("then", "training")]
+    values = [vars(module)[name] for name in sorted(names)]
+    own = [vars(value) if isinstance(value, Kept) else value for value in values]
     return [torch.as_tensor(leaf) for leaf in pytree.tree_leaves(own) if leaf is not None]
 
 
@@ -358,7 +493,7 @@ def test_parameters_beside_what_is_stored_are_refused() -> None:
 
     module: Any = Storing(then)
     module.table["layer"] = module.body
-    with pytest.raises(memgraph.CaptureError, match="forward changes table"):
+    with pytest.raises(memgraph.CaptureError, match="table, which has parameters or modules as well"):
         memgraph.compile(module, ROOM, opaque=False)(torch.ones(2, 8))
 
 

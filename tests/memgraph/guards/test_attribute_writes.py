@@ -82,9 +82,9 @@ def test_writes_keep_no_module_alive() -> None:
     before = AttributeSnapshot(made)
     made.new = 1
     (only,) = attribute_writes(before, AttributeSnapshot(made)).items
-    assert only.owner() is vars(made) and only.where == "new"
+    assert only.owner.end is vars(made) and only.where == "new"
     del made, before
-    assert only.owner() is None
+    assert not only.owner.end
 
 
 def test_a_forward_that_writes_nothing_has_no_writes() -> None:

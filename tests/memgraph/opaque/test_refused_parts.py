@@ -102,6 +102,16 @@ def test_a_part_that_is_named_and_can_not_be_opaque_says_why() -> None:
         memgraph.compile(Net(Storing()), ROOM, opaque=["part"])(batch(0))
 
 
+def test_a_part_whose_attributes_are_set_before_it_runs_is_refused() -> None:
+    class Setting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            vars(self.part)["scale"] = len(x) + 1
+            return super().forward(x)
+
+    with pytest.raises(memgraph.CaptureError, match=r"forward sets its attribute scale before it runs"):
+        memgraph.compile(Setting(Asking()), ROOM, opaque=["part"])(batch(0))
+
+
 @pytest.mark.parametrize(
     ("part", "reason"),
     [

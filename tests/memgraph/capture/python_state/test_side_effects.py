@@ -225,6 +225,14 @@ def test_a_weight_that_a_hook_makes_is_made_in_each_part_of_a_batch() -> None:
     assert torch.equal(memgraph.compile(layer, ROOM, microbatches=2)(X), torch.cat([layer(row) for row in X.split(1)]))
 
 
+def test_parts_of_a_batch_may_not_note_how_many_rows_there_are() -> None:
+    def then(part: Any, x: Tensor) -> None:
+        part.rows = len(x)
+
+    with pytest.raises(memgraph.CaptureError, match="writes something to rows that depends on the number of rows"):
+        memgraph.compile(Leaving(then), ROOM, microbatches=2)(X)
+
+
 @pytest.mark.parametrize("then", [count, mark, fill, remember])
 def test_parts_of_a_batch_are_calls_as_well(then: Any) -> None:
     with pytest.raises(memgraph.CaptureError, match=r"forward changes (count|done|filled|before)"):
