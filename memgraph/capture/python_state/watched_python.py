@@ -55,10 +55,10 @@ class WatchedPython:
 
     def stored(self, values: Sequence[Tensor]) -> list[Any]:
         """Return the traced tensors, and numbers read from these, that forward has put into attributes."""
-        after = AttributeSnapshot(self.module, values)
-        if not any(holds_traced(after.tokens.get(name)) for name in self.before.changes(after)):
+        after, written = AttributeSnapshot(self.module, values), self.watch.written()
+        if not written and not any(holds_traced(after.tokens.get(name)) for name in self.before.changes(after)):
             return []
-        writes = attribute_writes(self.before, after, unread=self.watch.written())
+        writes = attribute_writes(self.before, after, unread=written)
         leaves = (leaf for write in writes.items for leaf in write.leaves)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) or is_traced(leaf)]
 

@@ -249,6 +249,20 @@ def test_parts_that_share_a_function_may_have_states() -> None:
         assert_equal([compiled(x)], [twin(x)])
 
 
+def test_an_attribute_may_be_a_buffer_in_calls_of_several_lengths() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.state = part.level
+        return y * part.state
+
+    for _ in range(2):
+        module: Any = Storing(then)
+        module.register_buffer("level", torch.ones(8))
+        compiled = memgraph.compile(module, ROOM)
+        for rows in (4, 4, 6, 7):
+            assert torch.equal(compiled(torch.ones(rows, 8)), module(torch.ones(rows, 8)))
+            assert module.state is module.level
+
+
 class Slots:
     __slots__ = ("slot",)
 
