@@ -29,6 +29,10 @@ class Absent:
     """Stands for the value of an attribute that is not there."""
 
 
+class Unwritten:
+    """Stands for the value of an attribute that no code takes, until a trace writes it."""
+
+
 @dataclass(frozen=True)
 class Attribute:
     """An attribute of a submodule, which it does not keep alive."""
@@ -100,8 +104,8 @@ def written_attributes(module: nn.Module) -> WrittenAttributes:
 class AttributeWatch:
     """Hides attributes for a block, and tells which of these it has read before it wrote them, and which it wrote.
 
-    Where a class has the name as well, or finds attributes in its own way, none is hidden, and it counts as read if
-    code that `ran` takes the name. Code that computes names reads all.
+    Where a class has the name as well, or finds attributes in its own way, it counts as read if code that `ran` takes
+    the name, and a value stands for it if none had done so before. Code that computes names reads all.
 
     Attributes:
         is_blind: such code has run, and some were hidden from it.
@@ -114,15 +118,16 @@ class AttributeWatch:
         self._attributes = [*dict.fromkeys(attributes)]
         self._hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
         self._shown: list[tuple[Attribute, Any]] = []
+        self._replaced: list[tuple[Attribute, Any]] = []
         self._written: set[Attribute] | None = None  # once the block has ended
 
     def written(self) -> set[Attribute]:
         """Return the attributes that the block has written so far, be it what they had before."""
         if self._written is not None:
             return self._written
-        return {each for each, value in self._shown if each.value is not value} | {
-            each for each, _ in self._hidden.values() if each.value is not Absent
-        }
+        found = {each for each, value in self._shown if each.value is not value}
+        found |= {each for each, _ in self._replaced if each.value is not Unwritten}
+        return found | {each for each, _ in self._hidden.values() if each.value is not Absent}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -147,21 +152,27 @@ class AttributeWatch:
                 attribute.clear()
             elif value is Absent:
                 self.read.add(attribute)
-            else:
+            elif self._takes(attribute):
                 self._shown.append((attribute, value))
+            else:
+                self._replaced.append((attribute, value))
+                attribute.fill(Unwritten)
         try:
             with mock.patch.object(nn.Module, "__getattr__", find) if self._hidden else nullcontext():
                 yield
         finally:
             written = self.written()
-            for attribute, value in self._hidden.values():
+            for attribute, value in (*self._replaced, *self._hidden.values()):
                 if attribute not in written:
                     attribute.fill(value)
-            self.read |= {each for each, _ in self._shown if self._ran.takes(type(each.part()), each.name)}
+            self.read |= {each for each, _ in (*self._shown, *self._replaced) if self._takes(each)}
             for items, names in orders.values():
                 _put_in_order(items, names)
-            self.is_blind = self._ran.takes_any and bool(self._hidden)
+            self.is_blind = self._ran.takes_any and bool(self._hidden or self._replaced)
             self._written = written
+
+    def _takes(self, attribute: Attribute) -> bool:
+        return self._ran.takes(type(attribute.part()), attribute.name)
 
     def not_read(self) -> set[Attribute]:
         """Return those that the block has not read before it wrote them."""

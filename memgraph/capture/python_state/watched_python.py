@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
 from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes, attributes_with_tensors
 from ...guards.outer_snapshot import holds
-from ...guards.written_attributes import Attribute, AttributeWatch, can_hide, written_attributes
+from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, can_hide, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import changed_numbers, counting
 from .refuse_iterators import refuse_iterators
@@ -49,9 +49,16 @@ class WatchedPython:
 
         Raises:
             CaptureError: it takes something from an iterator.
+            HeldNeeded: it fails, and has read attributes that were known as unread.
         """
-        with counting(self.counted, self._formulas), refuse_iterators(self.before), self.watch.watching():
-            yield
+        try:
+            with counting(self.counted, self._formulas), refuse_iterators(self.before), self.watch.watching():
+                yield
+        except Exception:
+            written = written_attributes(self.module)
+            if written.note(self.watch.read & written.unread, ()):
+                raise HeldNeeded from None
+            raise
 
     def stored(self, values: Sequence[Tensor]) -> list[Any]:
         """Return the traced tensors, and numbers read from these, that forward has put into attributes."""

@@ -355,6 +355,44 @@ def test_an_attribute_may_take_the_place_of_one_of_the_class(then: Any) -> None:
         assert_equal(tensors(module), tensors(twin))
 
 
+def test_an_attribute_of_the_class_that_one_kind_of_call_writes_is_read_by_another() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        if part.training:
+            part.count = y.detach().mean()
+        return y if part.count is None else y * part.count
+
+    def eval_reads(part: Any, y: Tensor) -> Tensor:
+        if part.training:
+            part.count = y.detach().mean()
+            return y
+        return y * part.count
+
+    for each in (then, eval_reads):
+        module: Any = Cached(each)
+        twin = copy.deepcopy(module)
+        compiled: Any = memgraph.compile(module, ROOM)
+        for is_training in (True, True, False, True, False):
+            x = torch.randn(2, 8)
+            for run in (compiled, twin):
+                run.train(is_training)
+            assert_equal([compiled(x)], [twin(x)])
+            assert_equal(tensors(module), tensors(twin))
+
+
+def test_a_constant_is_written_again_where_the_caller_has_changed_it() -> None:
+    def then(part: Any, y: Tensor) -> Tensor:
+        part.count = "rows"
+        return y
+
+    module: Any = Cached(then)
+    compiled, x = memgraph.compile(module, ROOM), torch.ones(2, 8)
+    for _ in range(3):
+        compiled(x)
+        assert module.count == "rows"
+        compiled(torch.ones(3, 8))
+        module.count = "other"
+
+
 def tensors(module: nn.Module) -> list[Tensor]:
     """Return the values of its attributes, numbers as tensors."""
     names = [name for name in vars(module) if name[0] != "_" and name not in ("then", "training")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
+from array import array
 from typing import Any
 
 import pytest
@@ -94,3 +96,12 @@ def test_a_dict_of_attributes_that_is_replaced_takes_effect(whose: str) -> None:
     else:
         module.linear.__dict__ = {**vars(module.linear), "scale": 5.0}
     assert torch.equal(compiled(batch()), module(batch()))
+
+
+@pytest.mark.parametrize("content", [bytearray(b"\1"), array("d", [1.0]), (ctypes.c_int * 1)(1)])
+def test_the_content_of_a_buffer_takes_effect_when_it_changes(content: Any) -> None:
+    module = Function(lambda linear, x: linear(x) * linear.content[0])
+    vars(module.linear)["content"] = content
+    compiled, x = memgraph.compile(module, ROOM), batch()
+    for content[0] in (1, 3, 2):
+        assert torch.equal(compiled(x), module(x))
