@@ -250,8 +250,10 @@ class KeptSteps:
 
     def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> None:
         """Warn, once, if there are ever more kinds of calls."""
+        if self._has_warned_of_kinds:
+            return
         earlier = [each.assumptions.facts for each in self.variants if not each.is_made_of_another]
         names, changed = self._names(args, kwargs, call), self._attributes.variables.changed
-        if not self._has_warned_of_kinds and (warning := kinds_warning(call.facts, earlier, names, changed)):
+        if warning := kinds_warning(call.facts, earlier, names, changed):
             self._has_warned_of_kinds = True
             warn_user(warning)

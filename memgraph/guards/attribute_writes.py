@@ -80,14 +80,7 @@ def _keys_to(container: Any, value: Any, depth: int = 0) -> tuple[Any, ...] | No
     """Return the keys that lead from a value to a container in it; None if there are none."""
     if value is container:
         return ()
-    if depth > DEPTH:
-        return None
-    inside: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict | list | tuple | deque):
-        inside = value.items() if isinstance(value, dict) else enumerate(value)
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type | Tensor | nn.Module):
-        inside = [(INSIDE, vars(value))]
-    for key, item in list(inside):
+    for key, item in _inside(value) if depth <= DEPTH and not isinstance(value, set) else ():
         if (rest := _keys_to(container, item, depth + 1)) is not None:
             return key, *rest
     return None
@@ -111,13 +104,19 @@ def _containers(value: Any, depth: int = 0) -> list[Any]:
     """Return the containers in a value, and the attributes of objects, that lead to a tensor; and the tensor."""
     if isinstance(value, Tensor) or depth > DEPTH:
         return [value] if isinstance(value, Tensor) else []
-    inside: Iterable[Any] = ()
-    if isinstance(value, dict | list | tuple | set | deque):
-        inside = list(value.values() if isinstance(value, dict) else value)
-    elif not isinstance(value, type | nn.Module | FunctionType | ModuleType):
-        inside = [own] if isinstance(own := getattr(value, "__dict__", None), dict) else ()
-    found = [each for item in inside for each in _containers(item, depth + 1)]
+    found = [each for _, item in _inside(value) for each in _containers(item, depth + 1)]
     return [value, *found] if found and isinstance(value, dict | list | set | deque) else found
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a container, or the attributes of an object, with their keys; a set has no keys."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, list | tuple | set | deque):
+        return list(enumerate(value))
+    if isinstance(value, type | Tensor | nn.Module | FunctionType | ModuleType):
+        return []
+    return [(INSIDE, own)] if isinstance(own := getattr(value, "__dict__", None), dict) else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,6 @@ class AttributeWrite:
         leaves: of the value.
         spec: its structure; None for an item that is gone.
         settles: a call that finds the like of this value writes the like again.
-        attribute: the one that is, or leads to, the container.
         where: its path.
         change: the item, and what it was before if these are numbers or texts.
         is_read: code that ran takes the attribute.
@@ -140,10 +138,14 @@ class AttributeWrite:
     leaves: tuple[Any, ...]
     spec: Spec | None
     settles: bool
-    attribute: Attribute
     where: str
     change: str
     is_read: bool = True
+
+    @property
+    def attribute(self) -> Attribute:
+        """The one that is written, or leads to the container."""
+        return self.owner.attribute
 
     @property
     def holds_tensors(self) -> bool:
@@ -277,7 +279,7 @@ class _Writes:
                 attribute = Attribute(weakref.ref(module), name)
                 is_same = old.get(name, DELETED) is new.get(name, DELETED)
                 if name not in skipped and (attribute in self.unread or not is_same):
-                    yield from self._item(Route(attribute, None), old, new, name, attribute, path)
+                    yield from self._item(Route(attribute, None), old, new, name, path)
         for container, items in self.after.copies.values():
             _, old_items = self.before.copies.get(id(container), (None, None))
             if old_items is not None and id(container) not in of_torch:
@@ -295,22 +297,22 @@ class _Writes:
         if isinstance(container, dict):
             for key in {**old, **new}:
                 if old.get(key, DELETED) is not new.get(key, DELETED):
-                    yield from self._item(route, old, new, key, attribute, path)
+                    yield from self._item(route, old, new, key, path)
         elif len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
-            yield from self._item(route, {WHOLE: old}, {WHOLE: new}, WHOLE, attribute, path)
+            yield from self._item(route, {WHOLE: old}, {WHOLE: new}, WHOLE, path)
 
     def _item(
-        self, owner: Route, old: Mapping[Any, Any], new: Mapping[Any, Any], key: Any, attribute: Attribute,
-        path: str,
-    ) -> Iterator[AttributeWrite]:  # fmt: skip
+        self, owner: Route, old: Mapping[Any, Any], new: Mapping[Any, Any], key: Any, path: str
+    ) -> Iterator[AttributeWrite]:
         """Yield the write of an item, unless what leads to it is as it was."""
+        attribute = owner.attribute
         where = f"{path}.{attribute.name}" if path else attribute.name
         if where not in self.changed and attribute not in self.unread:
             return
         ran, part = self.before.outer.ran, attribute.part()
         is_read = part is None or attribute.name in OF_MODULES or ran.takes(type(part), attribute.name)
         if (value := new.get(key, DELETED)) is DELETED:
-            yield AttributeWrite(owner, key, (), None, False, attribute, where, where, is_read)
+            yield AttributeWrite(owner, key, (), None, False, where, where, is_read)
             return
         before, change = old.get(key, DELETED), where
         if type(before) in COUNTERS and type(value) in COUNTERS:
@@ -318,7 +320,7 @@ class _Writes:
             change = f"{where}{item} from {before!r} to {value!r}"
         leaves, spec = _opened(value, where)
         placed = tuple(self._placed(leaf, where) for leaf in leaves)
-        yield AttributeWrite(owner, key, placed, spec, is_alike(before, value), attribute, where, change, is_read)
+        yield AttributeWrite(owner, key, placed, spec, is_alike(before, value), where, change, is_read)
 
     def _placed(self, leaf: Any, where: str) -> Any:
         if self.placed is None or not (isinstance(leaf, Tensor) or is_traced(leaf)):
