@@ -133,7 +133,7 @@ class VariableWalk(PlainWalk):
             AttributeWalk._describe_new(self, thing, depth)
         else:
             super()._describe_new(thing, depth)
-            if is_open(kind):
+            if is_open(kind) and not isinstance(thing, type):  # a class has another `__dict__` each time it is asked
                 inside = getattr(thing, "__dict__", None)
                 self.tokens += [IdentityKey(kind), inside if inside is None else IdentityKey(inside)]
                 self._keep([inside])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.guards.attribute_guard import AttributeGuard
+from memgraph.guards.variable_guard import VariableWalk
 
 NUMBER, NAME, ACTIVATION, MASK = 1, "a", torch.relu, torch.ones(8)
 BETA = 0.5
@@ -294,6 +295,25 @@ def guard_of(module: nn.Module) -> AttributeGuard:
     attributes = AttributeGuard(module)
     attributes.grow(capture(module, (torch.ones(2, 8),), {}).reads)
     return attributes
+
+
+class Meta(type):
+    pass
+
+
+class OfMeta(metaclass=Meta):
+    scale = 2
+
+
+def test_a_class_with_a_metaclass_is_the_same_for_each_walk() -> None:
+    def scaled(part: Any, x: Tensor) -> Tensor:
+        return part.linear(x) * (OfMeta.scale if issubclass(OfMeta, object) else 1)
+
+    guard = guard_of(Reading(scaled)).variables
+    (before,) = guard.walks
+    kept = [vars(OfMeta) for _ in range(9)]  # a class makes another of these each time, at any address
+    assert not before.is_stale() and kept
+    assert VariableWalk(before.reads, {}).group == before.group
 
 
 def test_a_tensor_among_the_globals_is_not_kept_alive() -> None:
