@@ -113,9 +113,9 @@ class Planner:
         call = Call(self.module, args, kwargs, outputs, general, self.options.opaque, preferred)
         with planning(self.target.device), Progress() as progress:
             planned = self._planned(call, progress, earlier)
+            gc.collect()  # graphs that no plan fits, and that for all outputs, are cycles, and may hold constants
             if isinstance(planned, Step):
                 return planned.without_other_outputs(earlier.all_outputs) if earlier is not None else planned
-            gc.collect()  # the graph for all outputs is part of cycles, and may hold constants
             step = self._planned(planned.call, progress)
             assert isinstance(step, Step)  # there are no fewer outputs than scalars
             return step.without_other_outputs(planned.needed_nbytes)
