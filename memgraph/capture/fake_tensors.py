@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import CaptureError
 from ..graph.captured import Input
 from ..graph.recurrent.autograd_modes import saved_tensor_hooks
+from ..guards.read_objects import show_attributes
 from ..system.device import CPU
 from ..system.garbage import paused_collector
 from .call.require_strided import require_strided
@@ -84,5 +85,5 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInpu
         empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):  # forward may ask, as torch.nn.utils.parametrize does
             empty = nn.Parameter(empty, tensor.requires_grad)
-    vars(empty).update(vars(tensor))  # a library may look for its own attributes
+    show_attributes(empty, tensor, role.label, role.kind == "input")
     return empty.requires_grad_(tensor.requires_grad)

@@ -6,7 +6,6 @@ AdamW over 7B parameters of device meta   ->   states 53.9 GB, workspace 1.0 GB:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,12 @@ from torch import Tensor, nn, optim
 
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
-from ..optim.fake_step import fake_step_nbytes
+from ..optim.fake_step import fake_step
 from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
-from ..optim.optimizer_clone import clone_optimizer, distinct_steps
+from ..optim.optimizer_clone import distinct_steps
+from ..optim.trial_copy import trial_copy
 from ..system.device import CPU
-from ..tensors.parameter_groups import parameter_groups, state_tensors
+from ..tensors.parameter_groups import held_optimizers, parameter_groups, state_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,9 @@ def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate
     mode = ConstantFakeMode()
     with mode:
         fakes = {parameter: _fake(parameter) for parameter in parameter_groups(optimizer)}
-    groups = [_on_device(group, fakes, kind) for group in optimizer.param_groups]
-    clone = clone_optimizer(optimizer, groups, defaultdict(dict))
+    clone = trial_copy(optimizer, fakes)
+    for part in (clone, *held_optimizers(clone)):
+        part.param_groups = [_on_device(group, kind) for group in part.param_groups]
     try:
         with mode:
             states, workspace = _stepped(clone, list(fakes.values()), lambda nbytes: -(-nbytes // block) * block)
@@ -61,7 +62,8 @@ def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate
             f"{type(optimizer).__name__} can't step on tensors without values: {error}; leave it out, and add its "
             "states to what is forecast"
         ) from error
-    clone.state.clear()
+    for part in (clone, *held_optimizers(clone)):
+        part.state.clear()
     return FakeUpdate(clone, fakes, states, workspace, _window(clone, list(fakes.values()), kind))
 
 
@@ -74,12 +76,10 @@ def _fake(parameter: Tensor) -> Tensor:
     return fake
 
 
-def _on_device(group: Mapping[str, Any], fakes: Mapping[Tensor, Tensor], kind: str) -> dict[str, Any]:
-    """Return a group of fakes; on a GPU torch updates all parameters at once, unless it is told otherwise."""
-    together = (
-        {"foreach": True} if kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused") else {}
-    )
-    return {**group, "params": [fakes[p] for p in group["params"]], **together}
+def _on_device(group: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a group; on a GPU torch updates all parameters at once, unless it is told otherwise."""
+    together = kind == "cuda" and group.get("foreach", 0) is None and not group.get("fused")
+    return {**group, "foreach": True} if together else group
 
 
 def _window(optimizer: optim.Optimizer, fakes: Sequence[Tensor], kind: str) -> int | None:
@@ -93,6 +93,6 @@ def _stepped(
     optimizer: optim.Optimizer, parameters: Sequence[Tensor], rounded: Callable[[int], int]
 ) -> tuple[int, int]:
     """Return the bytes of the states after a step, and the most that a later one allocates beside them."""
-    _, *later = [fake_step_nbytes(optimizer, parameters, rounded) for _ in range(distinct_steps(optimizer))]
+    _, *later = [fake_step(optimizer, parameters, rounded).nbytes for _ in range(distinct_steps(optimizer))]
     sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in state_tensors(optimizer)}
     return sum(map(rounded, sizes.values())), max(later)

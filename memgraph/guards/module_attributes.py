@@ -8,8 +8,6 @@ checks, which compare identities, and walk again only if one fails.
 
 from __future__ import annotations
 
-import ctypes
-import enum
 import functools
 import logging
 import os
@@ -18,7 +16,6 @@ import sys
 import threading
 import types
 import weakref
-from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
@@ -30,17 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
+from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array
 from .read_dicts import ReadDicts, size_of
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
-MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
-BUFFERS = (bytearray, array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 CONSTANTS = (
     bool, int, float, complex, str, bytes, range, types.NoneType, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 OPAQUE = (
-    type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
     random.Random, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
@@ -64,28 +60,6 @@ IGNORED = frozenset(vars(nn.Module())) - {"training", "_modules"}
 
 
 Label = tuple[Any, Any]  # of what contains a thing, or None; and its name in there
-
-
-class IdentityKey:
-    """A key that is equal for one object only, and not for a later one at its address."""
-
-    def __init__(self, thing: Any) -> None:
-        self.number = id(thing)
-        try:
-            self.target: Callable[[], Any] = weakref.ref(thing)  # so that a key keeps no tensor alive
-        except TypeError:
-            self.target = lambda: thing
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, IdentityKey) and (own := self.target()) is not None and own is other.target()
-
-    def __repr__(self) -> str:
-        return f"IdentityKey({self.target()!r:.60})"
 
 
 class Check(NamedTuple):
@@ -191,16 +165,17 @@ class AttributeWalk:
         self._alive.append(thing)
         if isinstance(thing, nn.Module):
             self._describe_module(thing, depth)
-        elif is_array(thing):
-            self._check(lambda: _array_content(thing))
-            self.tokens += [IdentityKey(type(thing)), _array_content(thing)]
+        elif is_array(thing) and not holds_objects(thing):
+            self._check(lambda: array_content(thing))
+            self.tokens += [IdentityKey(type(thing)), array_content(thing)]
         elif (read := STATES.get(type(thing))) is not None:
             self._check(lambda: _identities(read(thing)))
             self.tokens.append(IdentityKey(thing))
             self.describe(read(thing), depth + 1)
-        elif isinstance(thing, functools.partial):
+        elif inside := inside_of(thing):
+            self._check(lambda: [*map(id, inside_of(thing))])
             self.tokens.append(IdentityKey(thing))
-            for each in (thing.func, thing.args, thing.keywords):
+            for each in inside:
                 self.describe(each, depth + 1)
         elif depth >= self.max_depth or isinstance(thing, OPAQUE) or _is_from_torch(thing):
             self.tokens.append(IdentityKey(thing))
@@ -297,6 +272,7 @@ class AttributeWalk:
                 self.containers.append(thing)
                 self._check(lambda: thing == content)
             self.tokens.append(frozenset(map(_item_key, thing)))
+            self._describe_keys(thing, depth)
         else:
             if not isinstance(thing, tuple):
                 self._keep(thing)
@@ -310,6 +286,7 @@ class AttributeWalk:
     ) -> None:  # fmt: skip
         self._check_mapping(mapping, is_of_object)
         self.tokens.append(tuple(map(_item_key, mapping)))
+        self._describe_keys(mapping, depth)
         for name, value in mapping.items():
             if name in ignored:
                 continue
@@ -317,6 +294,11 @@ class AttributeWalk:
                 self._describe_item(mapping, name, depth + 1)
             else:
                 self._describe_named(value, name, depth + 1)
+
+    def _describe_keys(self, keys: Iterable[Any], depth: int) -> None:
+        for key in keys:
+            if type(key) not in CONSTANTS:
+                self.describe(key, depth + 1)
 
     def _check_mapping(self, mapping: dict[Any, Any], is_of_object: bool = False) -> None:
         self._keep(mapping.values())
@@ -354,19 +336,6 @@ def _item_key(thing: Any) -> Hashable:
 
 def _is_configuration(thing: Any) -> bool:
     return isinstance(thing, getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ()))
-
-
-def is_array(thing: Any) -> bool:
-    """Return True for what has its content in a buffer: arrays of numpy and of Python."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(thing, BUFFERS) or (numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic))
-
-
-def _array_content(array: Any) -> Hashable:
-    if isinstance(array, BUFFERS):
-        return bytes(array)
-    by_identity = array.nbytes > MAX_ARRAY_NBYTES or array.dtype.hasobject
-    return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
 
 
 def _is_from_torch(thing: Any) -> bool:

@@ -14,14 +14,16 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import FrameType, FunctionType
+from types import BuiltinMethodType, FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor
 
 from ..system.entered_code import watching_entries
 from .containers import items_of, restore_container
-from .module_attributes import CONSTANTS, AttributeWalk, IdentityKey, is_array
+from .contents import IdentityKey, is_array
+from .module_attributes import CONSTANTS, AttributeWalk
+from .read_objects import noting_attributes, noting_reads
 from .variable_scope import OuterVariable, Scope
 from .what_ran import WhatRan
 
@@ -56,7 +58,10 @@ class OuterSnapshot:
             if note is not None:
                 note(scopes, functions, frame)
 
-        with watching_entries(enter):
+        def read(thing: Any, name: str) -> None:
+            self._describe(self.ran.read(thing, name))
+
+        with watching_entries(enter), noting_reads(read), noting_attributes(read):
             yield
 
     def changes(self, later: OuterSnapshot) -> tuple[OuterVariable, ...]:
@@ -109,7 +114,7 @@ class PlainWalk(AttributeWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         is_container = type(thing) in CONTAINERS
-        is_plain = isinstance(thing, Tensor | functools.partial) or is_array(thing)
+        is_plain = isinstance(thing, Tensor | functools.partial | BuiltinMethodType) or is_array(thing)
         if is_plain or (is_container and len(thing) <= LARGE):
             super()._describe_new(thing, depth)
         else:

@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .module_attributes import CONSTANTS, STATES, AttributeWalk, IdentityKey
+from .contents import IdentityKey
+from .module_attributes import CONSTANTS, STATES, AttributeWalk
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .packages import is_open
 from .variable_scope import OuterVariable, Scope

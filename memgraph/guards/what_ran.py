@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -118,17 +118,22 @@ class WhatRan:
 
     def enter(self, frame: FrameType) -> tuple[list[Scope], list[FunctionType]]:
         """Note that a function is entered; return the variables and functions that were not known before."""
-        code, functions = frame.f_code, len(self.functions)
-        scopes, defaults = len(self.scopes), len(self.defaults)
-        is_new = code not in self.codes
-        if is_new:
+        code, known = frame.f_code, (len(self.scopes), len(self.defaults), len(self.functions))
+        if is_new := code not in self.codes:
             self.codes[code] = Entered(frame.f_globals, tuple(each.f_code for each, _ in walk_stack(frame)))
             self._enter_code(code_reads(code), frame)
         if is_new or code.co_freevars:
             for function in self._functions(frame):
                 if id(function) not in self._seen:
                     self._enter_function(function)
-        return self.scopes[scopes:] + self.defaults[defaults:], self.functions[functions:]
+        return self.scopes[known[0] :] + self.defaults[known[1] :], self.functions[known[2] :]
+
+    def read(self, thing: Any, name: str) -> list[Scope]:
+        """Note that an attribute of an object is read; return the variables that were not known before."""
+        scopes = len(self.scopes)
+        self._enter_class(type(thing))
+        self._add(f"{type(thing).__name__}.{{}}", False, vars(thing), (name,))
+        return self.scopes[scopes:]
 
     def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
         """Return the places and functions on which the graph rests that was traced meanwhile."""
@@ -375,9 +380,7 @@ class WhatRan:
         if function.__dict__:
             self._add(f"{title}.{{}}", installed, vars(function), set(vars(function)))
 
-    def _add(
-        self, title: str, installed: bool, owner: dict[str, Any] | type | CellType, names: Iterable[str]
-    ) -> None:  # fmt: skip
+    def _add(self, title: str, installed: bool, owner: Any, names: Iterable[str]) -> None:
         """Add the variables with these names, unless they are known."""
         known = self._known.setdefault(id(owner), set())
         if new := set(names) - known:

@@ -6,7 +6,7 @@ AdamW on a fake f32[80000, 64] with its gradient   ->   61.4 MB in its first ste
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,24 @@ from torch.utils._pytree import tree_leaves
 from ..opaque.live_bytes import LiveBytes
 from ..tensors.parameter_groups import state_tensors
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "convolution")
 
-def fake_step_nbytes(
+
+class FakeStep(NamedTuple):
+    """The most that a step allocates and that is alive at once, and if only its tensors do.
+
+    Attributes:
+        is_whole: no op takes memory beside its results, as kernels of products do, which no fake shows.
+    """
+
+    nbytes: int
+    is_whole: bool
+
+
+def fake_step(
     optimizer: torch.optim.Optimizer, parameters: Collection[Tensor], rounded: Callable[[int], int] = int
-) -> int:
-    """Step once, inside a fake mode, and return the most that the step allocates and that is alive at once.
+) -> FakeStep:
+    """Step once, inside a fake mode.
 
     Args:
         rounded: the bytes of a block on the device, for the bytes of a tensor.
@@ -30,7 +43,7 @@ def fake_step_nbytes(
     known = [each for p in parameters for each in (p, p.grad) if each is not None]
     with _Meter([*known, *state_tensors(optimizer)], rounded) as meter, torch.no_grad():
         type(optimizer).step(optimizer)
-    return int(meter.live.peak)
+    return FakeStep(int(meter.live.peak), meter.is_whole)
 
 
 class _Meter(TorchDispatchMode):
@@ -38,11 +51,12 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor], rounded: Callable[[int], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.rounded = LiveBytes(known), rounded
+        self.live, self.rounded, self.is_whole = LiveBytes(known), rounded, True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.is_whole &= not _takes_more(func)
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -51,3 +65,10 @@ class _Meter(TorchDispatchMode):
             if isinstance(leaf, FakeTensor):
                 self.live.add(leaf, self.rounded(leaf.untyped_storage().nbytes()))
         return result
+
+
+def _takes_more(func: Any) -> bool:
+    """Return True for an op whose kernel may allocate beside its results."""
+    space, _, name = str(func).partition(".")
+    is_product = name.partition(".")[0] in PRODUCTS or name.startswith(("linalg_", "_linalg_"))
+    return is_product if space == "aten" else space not in ("prims", "profiler")

@@ -59,7 +59,7 @@ def plain_attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
     return {
         name: _copied(value)
         for name, value in vars(optimizer).items()
-        if name not in left_out and not _is_hook_table(name) and _is_plain(value)
+        if name not in left_out and not is_hook_table(name) and _is_plain(value)
     }
 
 
@@ -263,7 +263,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _is_hook_table(name: str) -> bool:
+def is_hook_table(name: str) -> bool:
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 

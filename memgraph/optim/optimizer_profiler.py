@@ -32,15 +32,15 @@ from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
 from ..tensors.parameter_groups import state_tensors
 from .elementwise import ELEMENTWISE
-from .fake_step import fake_step_nbytes
+from .fake_step import FakeStep, fake_step
 from .optimizer_clone import (
     SAMPLE_ELEMENTS,
     clone_nbytes,
-    clone_optimizer,
     distinct_steps,
     initial_state,
     profiling_error,
 )
+from .trial_copy import parts_of, trial_copy
 
 LARGE = 1 << 14  # bytes of parameters: a step on real ones allocates several times as much
 SCALARS = 256  # bytes of an update: more are no scalars
@@ -56,14 +56,31 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     Raises:
         UpdateError: its step can't be called without a closure, or not with dense gradients.
     """
-    profiler, rows = OptimizerProfiler(optimizer), stepped_parameters(optimizer)
-    sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
-    return profiler.states_nbytes(kinds_of(rows)), profiler.workspace(rows, sure)
+    states, workspaces = list[int](), [0]
+    for part in parts_of(optimizer):
+        profiler, rows = OptimizerProfiler(part), stepped_parameters(part)
+        sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
+        states.append(profiler.states_nbytes(kinds_of(rows)))
+        workspaces.append(profiler.workspace(rows, sure))
+    return sum(states), max(workspaces)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of all states, once they exist; errors as in `update_nbytes`."""
-    return OptimizerProfiler(optimizer).states_nbytes(kinds_of(stepped_parameters(optimizer)))
+    parts = parts_of(optimizer)
+    return sum(OptimizerProfiler(part).states_nbytes(kinds_of(stepped_parameters(part))) for part in parts)
+
+
+def update_us(optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> float:
+    """Return the microseconds of an update of what is trained, in windows of so many bytes."""
+    sure = set(map(id, trained))
+    rows = {
+        part: [[p for p in group["params"] if id(p) in sure] for group in part.param_groups]
+        for part in parts_of(optimizer)
+    }
+    return round(
+        sum(OptimizerProfiler(part).update_us(kind, window) for part in rows for kind in kinds_of(rows[part])), 1
+    )
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,7 @@ class OptimizerProfiler:
         self.optimizer = optimizer
         known = _measured_before(optimizer)
         self.workspaces, self.states, self.extra = known.workspaces, known.states, known.extra
+        self.steps = 0  # that real parameters take, as fakes have shown; 0 if they have not
 
     def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
         """Return the bytes of the states of parameters of these kinds."""
@@ -212,7 +230,8 @@ class OptimizerProfiler:
     def _fake_nbytes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes | None:
         """Return what steps on fakes of large parameters take, so that no budget is exceeded to measure them.
 
-        None if they are small, or if fakes of small parameters with as many dimensions do not tell what real ones take.
+        None if they are small, if kernels take more than fakes show, or if fakes of small parameters with as many
+        dimensions do not tell what real ones take.
         """
         if sum(kind.nbytes for kind in kinds) <= LARGE or any(kind.device != CPU for kind in kinds):
             return None
@@ -229,17 +248,28 @@ class OptimizerProfiler:
         return UpdateBytes(states, workspace + extra)
 
     def _stepped_fakes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
+        steps: list[FakeStep] = []
+
+        def step_nbytes(clone: torch.optim.Optimizer, parameters: Collection[Tensor]) -> int:
+            steps.append(fake_step(clone, parameters))
+            return steps[-1].nbytes
+
         with ConstantFakeMode():
-            return self._stepped(kinds, fake_step_nbytes)
+            found = self._stepped(kinds, step_nbytes)
+        if not all(step.is_whole for step in steps):
+            later = [step.nbytes for step in steps[1:]]
+            self.steps = max(self.steps, 2 + later.index(max(later)))
+            raise UpdateError("kernels of its ops take memory that no fake shows")
+        return found
 
     def _real_nbytes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
         def step_nbytes(clone: torch.optim.Optimizer, _: object) -> int:
             return run_unprofiled(partial(_step_nbytes, clone, kinds[0].device))
 
-        return self._stepped(kinds, step_nbytes)
+        return self._stepped(kinds, step_nbytes, self.steps)
 
-    def _stepped(self, kinds: Sequence[ParameterKind], step_nbytes: Callable[..., int]) -> UpdateBytes:
-        """Return the bytes of the first steps on parameters of these kinds.
+    def _stepped(self, kinds: Sequence[ParameterKind], step_nbytes: Callable[..., int], count: int = 0) -> UpdateBytes:
+        """Return the bytes of the first `count` steps on parameters of these kinds; of all that may differ with 0.
 
         Raises:
             UpdateError: a step fails.
@@ -247,7 +277,7 @@ class OptimizerProfiler:
         clone = self._clone(kinds)
         parameters = [p for group in clone.param_groups for p in group["params"]]
         try:
-            first, *later = [step_nbytes(clone, parameters) for _ in range(distinct_steps(clone))]
+            first, *later = [step_nbytes(clone, parameters) for _ in range(count or distinct_steps(clone))]
         except Exception as error:
             raise profiling_error(clone, error) from error
         kept = resident_bytes(state_tensors(clone))
@@ -264,7 +294,9 @@ class OptimizerProfiler:
             {**groups[i], "params": [p for group, p in samples if group == i]}
             for i in sorted({kind.group for kind in kinds})
         ]
-        return clone_optimizer(optimizer, param_groups, state)
+        clone = trial_copy(optimizer)
+        clone.state, clone.param_groups = state, param_groups
+        return clone
 
 
 def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:

@@ -27,7 +27,14 @@ from passes.order.early_updates import update_early
 
 from ..graph.captured import Captured, Input, Output
 from ..graph.nodes import returned_values
-from .optimizer_profiler import OptimizerProfiler, kinds_of, may_be_stepped, stepped_parameters, update_nbytes
+from .optimizer_profiler import (
+    OptimizerProfiler,
+    kinds_of,
+    may_be_stepped,
+    stepped_parameters,
+    update_nbytes,
+    update_us,
+)
 from .state_parts import StatePart, TrainedParameters
 
 STATE = "optimizer_state"  # one trace value per part of the states, named optimizer_state_<part>
@@ -85,9 +92,7 @@ def add_update_op(
 
 def price_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> Trace:
     """Return the trace with the time of the update that is its last op, measured in windows of so many bytes."""
-    profiler, sure = OptimizerProfiler(optimizer), set(map(id, trained))
-    rows = [[p for p in group["params"] if id(p) in sure] for group in optimizer.param_groups]
-    us = round(sum(profiler.update_us(kind, window) for kind in kinds_of(rows)), 1)
+    us = update_us(optimizer, trained, window)
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=us)))
 
 

@@ -1,4 +1,4 @@
-"""Find the parameters of an optimizer, the group of each, and the tensors of its state.
+"""Find the parameters of an optimizer, the group of each, the optimizers in it, and the tensors of its state.
 
 SGD([{"params": [w, b]}, {"params": [v], "lr": 0.1}])   ->   {w: 0, b: 0, v: 1}
 """
@@ -18,6 +18,16 @@ def parameter_groups(optimizer: Optimizer | None) -> dict[Tensor, int]:
     return {parameter: i for i, group in enumerate(groups) for parameter in group["params"]}
 
 
+def held_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers in attributes of one, and in lists, tuples and dicts there: a chain steps them in turn."""
+    held: dict[int, Optimizer] = {}
+    for value in vars(optimizer).values():
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        held |= {id(each): each for each in inside if isinstance(each, Optimizer) and each is not optimizer}
+    return list(held.values())
+
+
 def state_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return the state tensors that exist now."""
-    return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
+    """Return the state tensors that exist now, with those of optimizers that it holds."""
+    states = [dict(each.state) for each in (optimizer, *held_optimizers(optimizer))]
+    return {id(leaf): leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)}.values()

@@ -15,6 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.optim.optimizer_profiler import update_nbytes
+from memgraph.profile.memory_meter import resident_bytes
+from memgraph.tensors.parameter_groups import state_tensors
 from tests.end_to_end.test_trainer import WORDS, gpt2, history, trainer_of
 from tests.support.compare import ROOM
 
@@ -154,6 +157,28 @@ def test_an_optimizer_of_8_bits_is_counted_or_said_not_to_be(library: str, name:
     theirs.train()
     assert history(ours)[:1] == history(theirs)[:1]
     assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("bitsandbytes", "AdamW8bit"), ("bitsandbytes", "Lion8bit"), ("torchao", "AdamW8bit"), ("torchao", "AdamW4bit")],
+)
+def test_states_of_few_bits_are_counted_and_keep_their_bits(library: str, name: str) -> None:
+    optim = pytest.importorskip(f"{library}.optim")
+    x, found = torch.randn(32, 128, generator=torch.Generator().manual_seed(0)), list[list[Tensor]]()
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+        optimizer = getattr(optim, name)(module.parameters(), lr=1e-2)
+        step = memgraph.compile(module, ROOM, optimizer=optimizer, time_limit=0) if is_planned else module
+        for _ in range(3):
+            step(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(list(module.parameters()))
+    assert all(map(torch.equal, *found))
+    assert isinstance(step, memgraph.CompiledModule) and step.plan.counted and not step.plan.beyond
+    assert update_nbytes(optimizer)[0] >= resident_bytes(state_tensors(optimizer)) > 0
 
 
 def observed() -> nn.Module:

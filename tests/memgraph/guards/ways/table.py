@@ -15,10 +15,22 @@ from . import (
     of_objects,
     of_process,
     of_torch,
+    of_torch_objects,
 )  # fmt: skip
 from .way import WAYS, outcome
 
-FILES = of_globals, of_objects, of_functions, of_imports, of_attributes, of_classes, of_process, of_torch, of_libraries
+FILES = (
+    of_globals,
+    of_objects,
+    of_functions,
+    of_imports,
+    of_attributes,
+    of_classes,
+    of_process,
+    of_torch,
+    of_torch_objects,
+    of_libraries,
+)
 HEAD = "| read in | what changes | outcome |\n|---|---|---|\n"
 
 

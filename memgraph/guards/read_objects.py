@@ -1,0 +1,123 @@
+"""Attributes of torch's own objects, and of tensors, that are read while a call is traced: graphs rest on these alone.
+
+self.schedule.get_last_lr()   ->   note(the scheduler, "_last_lr")
+Normal(mean, 1).rsample()     ->   nothing: the call has made it
+y * self.weight.lr_scale      ->   note(weight, "lr_scale"), whose stand-in was asked
+
+Optimizers, schedulers and their like change in each step, mostly unread, so they are not described as other objects.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch import Tensor, optim
+from torch.amp import GradScaler
+from torch.distributions import Distribution
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..errors import CaptureError
+from ..system.entered_code import PACKAGES, is_watched
+
+REAL = "_memgraph_real"
+KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Dataset, DataLoader)
+
+
+@contextmanager
+def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
+    """Tell `note` of each attribute that is read in the block of an object that was there before, once."""
+    made: dict[int, Any] = {}  # which keeps them, so that no number is used again
+    seen = set[tuple[int, str]]()
+
+    def watched(kind: Any) -> dict[str, Any]:
+        get, set_ = kind.__getattribute__, kind.__setattr__
+
+        def read(thing: Any, name: str) -> Any:
+            value = get(thing, name)
+            if id(thing) not in made and (id(thing), name) not in seen:
+                seen.add((id(thing), name))
+                if not callable(value) and not name.startswith("__"):  # a method reads others
+                    note(thing, name)
+            return value
+
+        def write(thing: Any, name: str, value: Any) -> None:
+            if not any(number == id(thing) for number, _ in seen):
+                made[id(thing)] = thing  # the first that happens to a new object
+            set_(thing, name, value)
+
+        return {"__getattribute__": read, "__setattr__": write}
+
+    with ExitStack() as stack:
+        for kind in KINDS:
+            for name, function in watched(kind).items():
+                stack.enter_context(patch.object(kind, name, function))
+        yield
+
+
+class _Real(NamedTuple):
+    tensor: Tensor
+    label: str
+    is_argument: bool
+    own: frozenset[str]  # what the stand-in has itself
+
+
+def show_attributes(standing: Tensor, tensor: Tensor, label: str, is_argument: bool) -> None:
+    """Let a tensor that stands for another have the other's attributes."""
+    setattr(standing, REAL, _Real(tensor, label, is_argument, frozenset({*vars(standing), REAL})))
+
+
+def refuse_set_attributes(standing: Iterable[Tensor]) -> None:
+    """
+    Raises:
+        CaptureError: an attribute of one has been set.
+    """
+    for each in standing:
+        real: _Real | None = vars(each).get(REAL)
+        if real is not None and (names := vars(each).keys() - real.own):
+            raise CaptureError(
+                f"forward sets the attribute {min(names)} of {real.label}, as no captured step can: set the module's"
+            )
+
+
+def _is_package(path: str) -> bool:
+    return any(part in PACKAGES for part in Path(path).parts)
+
+
+@contextmanager
+def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
+    """Tell `note` of the attributes that the block reads of tensors for which others stand.
+
+    Raises:
+        CaptureError: it reads one of an argument, which is another tensor in each call.
+    """
+    errors: list[CaptureError] = []
+
+    def find(standing: Tensor, name: str) -> Any:
+        real = vars(standing).get(REAL)
+        code = sys._getframe(1).f_code.co_filename
+        # Libraries ask tensors for what only those of another framework have.
+        is_asked = real is not None and is_watched(code) and (name in vars(real.tensor) or not _is_package(code))
+        if real is not None and is_asked:
+            if real.is_argument:
+                errors.append(
+                    CaptureError(
+                        f"forward asks for the attribute {name} of {real.label}, which no later call can be compared "
+                        "by: give it as an argument of its own"
+                    )
+                )
+                raise errors[-1]
+            note(real.tensor, name)
+        if real is not None and name in vars(real.tensor):
+            return vars(real.tensor)[name]
+        raise AttributeError(f"'{type(standing).__name__}' object has no attribute '{name}'")
+
+    with patch.object(Tensor, "__getattr__", find, create=True):
+        yield
+    if errors:
+        raise errors[0]  # it was caught
