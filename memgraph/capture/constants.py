@@ -137,6 +137,12 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
 
 def _untrained(tensor: Tensor, module: nn.Module) -> CaptureError:
     name = _name(tensor, module)
+    for path, parameter in module.named_parameters():
+        if parameter is tensor:
+            return CaptureError(
+                f"forward reads the parameter {path} by a list or an object that has it too, where the tensor that "
+                "stands for it in a trace is not found: read it as the attribute that it is, or as an nn.ParameterList"
+            )
     return CaptureError(
         f"{name} requires a gradient but is no parameter of the module: register it as one; a flat parameter, as "
         "FullyShardedDataParallel puts there, can't be captured"

@@ -79,6 +79,14 @@ def test_what_would_silently_be_lost_is_refused(then: Callable[[Any, Tensor], An
         capture(model, (X,), {})
 
 
+def test_a_parameter_that_a_list_has_too_is_refused_by_its_name() -> None:
+    model: Any = Plain(lambda m, h: h * m.several[0])
+    model.weight = nn.Parameter(torch.ones(4))
+    model.several = [model.weight]
+    with pytest.raises(CaptureError, match="reads the parameter weight by a list or an object that has it too"):
+        capture(model, (X,), {})
+
+
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(CaptureError, match="use sparse=False"):
         capture(nn.Embedding(7, 4, sparse=True), (TOKENS,), {})
