@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...graph.gradient_sums import ADD_ARRIVAL
+from ...guards.read_objects import refuse_set_attributes
 from ...system.frames import TORCH
 from ...tensors.loss_outputs import reachable_nodes
 from ..call.set_gradients import set_gradient_error
@@ -137,7 +138,8 @@ def _grad(tensor: Tensor) -> Tensor | None:
 
 
 def refuse_set_gradients(roles: Sequence[Input], values: Sequence[Tensor], where: str) -> None:
-    """Raise if the trace has left a gradient in one of its inputs."""
+    """Raise if the trace has left a gradient, or an attribute, in one of its inputs."""
+    refuse_set_attributes(values)
     for role, value in zip(roles, values, strict=False):
         if value.is_leaf and _grad(value) is not None:
             raise set_gradient_error(role, where)

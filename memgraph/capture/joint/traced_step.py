@@ -15,7 +15,6 @@ from torch.nn.utils import stateless
 from ...graph.captured import Input, Output, Ref
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
-from ...guards.read_objects import refuse_set_attributes
 from ...opaque.traced_parts import TracedParts, find_sums
 from ...tensors.loss_outputs import OutputSelector, custom_functions, reachable_nodes
 from ...tensors.pytree import Spec, flatten
@@ -95,7 +94,6 @@ class TracedStep:
         ):
             outputs = self._read(self._forward(values), values)
             refuse_set_gradients(self.inputs, values, "forward")
-            refuse_set_attributes(values)
             answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
