@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Datase
 @contextmanager
 def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
     """Tell `note` of each attribute that is read in the block of an object that was there before, once."""
+    thread = get_ident()  # others may load the next batch
     made: dict[int, Any] = {}  # which keeps them, so that no number is used again
     seen = set[tuple[int, str]]()
 
@@ -40,7 +42,7 @@ def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
 
         def read(thing: Any, name: str) -> Any:
             value = get(thing, name)
-            if id(thing) not in made and (id(thing), name) not in seen:
+            if get_ident() == thread and id(thing) not in made and (id(thing), name) not in seen:
                 seen.add((id(thing), name))
                 if not callable(value) and not name.startswith("__"):  # a method reads others
                     note(thing, name)
