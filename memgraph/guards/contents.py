@@ -63,7 +63,8 @@ def is_array(thing: Any) -> bool:
 
 
 def array_content(array: Any) -> Hashable:
+    """Return the content of an array without objects."""
     if isinstance(array, BUFFERS):
         return bytes(array)
-    by_identity = array.nbytes > MAX_ARRAY_NBYTES or holds_objects(array)
+    by_identity = array.nbytes > MAX_ARRAY_NBYTES
     return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()

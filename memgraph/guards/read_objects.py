@@ -35,21 +35,23 @@ def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
     """Tell `note` of each attribute that is read in the block of an object that was there before, once."""
     thread = get_ident()  # others may load the next batch
     made: dict[int, Any] = {}  # which keeps them, so that no number is used again
-    seen = set[tuple[int, str]]()
+    seen: dict[int, set[str]] = {}  # names, by the id of an object
 
     def watched(kind: Any) -> dict[str, Any]:
         get, set_ = kind.__getattribute__, kind.__setattr__
 
         def read(thing: Any, name: str) -> Any:
             value = get(thing, name)
-            if get_ident() == thread and id(thing) not in made and (id(thing), name) not in seen:
-                seen.add((id(thing), name))
-                if not callable(value) and not name.startswith("__"):  # a method reads others
+            if get_ident() == thread and id(thing) not in made:
+                names = seen.setdefault(id(thing), set())
+                is_new = name not in names
+                names.add(name)
+                if is_new and not callable(value) and not name.startswith("__"):  # a method reads others
                     note(thing, name)
             return value
 
         def write(thing: Any, name: str, value: Any) -> None:
-            if not any(number == id(thing) for number, _ in seen):
+            if id(thing) not in seen:
                 made[id(thing)] = thing  # the first that happens to a new object
             set_(thing, name, value)
 
