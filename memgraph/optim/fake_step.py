@@ -41,7 +41,12 @@ def fake_step(
         rounded: the bytes of a block on the device, for the bytes of a tensor.
     """
     known = [each for p in parameters for each in (p, p.grad) if each is not None]
-    with _Meter([*known, *state_tensors(optimizer)], rounded) as meter, torch.no_grad():
+    # Dynamo would note code that it meets beneath a mode as never to be compiled, and the user's own steps run it.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        _Meter([*known, *state_tensors(optimizer)], rounded) as meter,
+        torch.no_grad(),
+    ):
         type(optimizer).step(optimizer)
     return FakeStep(int(meter.live.peak), meter.is_whole)
 

@@ -142,3 +142,28 @@ def test_a_copy_of_a_chain_has_the_others_in_each_of_its_optimizers() -> None:
     other: Any = trial_copy(muon_and_adamw(module), others)
     found = [p for each in other.chained for group in each.param_groups for p in group["params"]]
     assert {id(p) for p in found} == {id(p) for p in others.values()}
+
+
+class Compiled(torch.optim.SGD):
+    """SGD by a function that Dynamo compiles, and that must not run in another way."""
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    torch.compile(_descend, backend="eager", fullgraph=True)(p.detach(), p.grad, group["lr"])
+
+
+def _descend(p: Tensor, grad: Tensor, rate: float) -> None:
+    p.sub_(rate * grad)
+
+
+def test_a_compiled_update_that_was_tried_is_compiled_in_training() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(512, 512)
+    optimizer = Compiled(module.parameters(), lr=0.1)
+    step = memgraph.compile(module, "64MB", optimizer=optimizer, time_limit=0)
+    before = module.weight.detach().clone()
+    step(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    assert torch.equal(module.weight, before - 0.1 * 2)
