@@ -147,7 +147,7 @@ def test_a_copy_of_a_chain_has_the_others_in_each_of_its_optimizers() -> None:
 class Compiled(torch.optim.SGD):
     """SGD by a function that Dynamo compiles, and that must not run in another way."""
 
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
