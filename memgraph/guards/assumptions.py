@@ -27,10 +27,10 @@ ANY = "any"  # in the place of a number
 
 
 class Layout(NamedTuple):
-    """A parameter or a buffer."""
+    """A parameter, a buffer or an argument; lengths of arguments may be open."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Hashable, ...]
+    stride: tuple[Hashable, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -41,11 +41,9 @@ class TensorFact(NamedTuple):
 
     first: int
     storage: int
-    shape: tuple[Hashable, ...]
-    stride: tuple[Hashable, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
+    kind: type
+    is_leaf: bool
+    layout: Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +89,8 @@ class Assumptions:
         """Return the length of each symbol in a call; None if the call has none, or several for one symbol."""
         lengths: dict[int, int] = {}
         for (leaf, dim), symbol in self.symbols.items():
-            fact = facts[ARGUMENTS][leaf] if leaf < len(facts[ARGUMENTS]) else None
-            size = fact.shape[dim] if isinstance(fact, TensorFact) and dim < len(fact.shape) else None
+            shape = shape_of(facts[ARGUMENTS][leaf] if leaf < len(facts[ARGUMENTS]) else None)
+            size = shape[dim] if dim < len(shape) else None
             if not isinstance(size, int) or size < LEAST or lengths.setdefault(symbol, size) != size:
                 return None
         return [lengths[symbol] for symbol in range(len(lengths))]
@@ -140,12 +138,18 @@ def differing_sizes(facts: Facts, other: Facts, places: Collection[Place]) -> di
     found: dict[SizePlace, int] = {}
     for group, leaf in places:
         now, then = (each[group][leaf] if group == ARGUMENTS and leaf >= 0 else None for each in (facts, other))
-        if not (isinstance(now, TensorFact) and isinstance(then, TensorFact)) or len(now.shape) != len(then.shape):
+        shapes = shape_of(now), shape_of(then)
+        if len(shapes[0]) != len(shapes[1]) or not (isinstance(now, TensorFact) and isinstance(then, TensorFact)):
             return {}
-        for dim, sizes in enumerate(zip(now.shape, then.shape, strict=True)):
+        for dim, sizes in enumerate(zip(*shapes, strict=True)):
             if sizes[0] != sizes[1]:
                 found[leaf, dim] = symbols.setdefault(sizes, len(symbols))
     return found
+
+
+def shape_of(token: Hashable) -> tuple[Hashable, ...]:
+    """Return the shape of an argument; none of one that is no tensor."""
+    return token.layout.shape if isinstance(token, TensorFact) else ()
 
 
 def dense_stride(shape: Sequence[int], dim: int) -> int:
@@ -155,15 +159,17 @@ def dense_stride(shape: Sequence[int], dim: int) -> int:
 
 def _with_symbols(fact: TensorFact, leaf: int, symbols: Mapping[SizePlace, int]) -> TensorFact:
     """Return a fact with symbols for lengths, and a word for strides that follow from them."""
-    if not all(isinstance(size, int) for size in fact.shape):
+    shape = fact.layout.shape
+    if not all(isinstance(size, int) for size in shape):
         return fact
-    of_dims = [symbols.get((leaf, dim)) for dim in range(len(fact.shape))]
+    of_dims = [symbols.get((leaf, dim)) for dim in range(len(shape))]
     spans = [any(symbol is not None for symbol in of_dims[dim + 1 :]) for dim in range(len(of_dims))]
-    sizes: list[int] = [size for size in fact.shape if isinstance(size, int)]
-    return fact._replace(
+    sizes: list[int] = [size for size in shape if isinstance(size, int)]
+    layout = fact.layout._replace(
         shape=tuple(s if symbol is None else ("length", symbol) for s, symbol in zip(sizes, of_dims, strict=True)),
         stride=tuple(
             "dense" if spans[dim] and stride == dense_stride(sizes, dim) else stride
-            for dim, stride in enumerate(fact.stride)
+            for dim, stride in enumerate(fact.layout.stride)
         ),
     )
+    return fact._replace(layout=layout)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .assumptions import ANY, ARGUMENTS, ATTRIBUTES, MODES, TENSORS, Assumptions, Facts, Layout, Place, TensorFact
 from .attribute_guard import AttributeGuard
@@ -78,9 +78,14 @@ class FactTexts:
 def token_text(token: Hashable) -> str:
     """Return a fact's value; empty for what has none that can be read, as an object that counts by identity."""
     if isinstance(token, Layout | TensorFact):
-        sizes = " x ".join(map(str, token.shape)) or "scalar"
-        grad = ", requires grad" if token.requires_grad else ""
-        return f"{str(token.dtype).removeprefix('torch.')} {sizes} on {token.device}{grad}"
+        layout = token if isinstance(token, Layout) else token.layout
+        text = f"{str(layout.dtype).removeprefix('torch.')} {' x '.join(map(str, layout.shape)) or 'scalar'}"
+        text += f" on {layout.device}{', requires grad' if layout.requires_grad else ''}"
+        if isinstance(token, TensorFact):
+            text += (
+                f"{'' if token.is_leaf else ', no leaf'}{'' if token.kind is Tensor else f', {token.kind.__name__}'}"
+            )
+        return text
     if _is_constant(token):
         kind, value = token
         if value == ANY and kind in (int, float):

@@ -3,6 +3,7 @@
 self.schedule.get_last_lr()   ->   note(the scheduler, "_last_lr")
 Normal(mean, 1).rsample()     ->   nothing: the call has made it
 y * self.weight.lr_scale      ->   note(weight, "lr_scale"), whose stand-in was asked
+x.storage_offset()            ->   CaptureError: of an argument, another tensor in each call
 
 Optimizers, schedulers and their like change in each step, mostly unread, so they are not described as other objects.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 from unittest.mock import patch
 
 from torch import Tensor, optim
@@ -27,6 +28,8 @@ from ..errors import CaptureError
 from ..system.entered_code import PACKAGES, is_watched
 
 REAL = "_memgraph_real"
+UNCOMPARED = ("grad_fn", "_base", "_backward_hooks", "_version", "storage_offset", "_is_view")
+LEAF: Any = Tensor.is_leaf  # a fact of a call, as `grad_fn is None` is, and so is the type
 KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Dataset, DataLoader)
 
 
@@ -102,26 +105,53 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
     """
     errors: list[CaptureError] = []
 
-    def find(standing: Tensor, name: str) -> Any:
-        real = vars(standing).get(REAL)
-        code = sys._getframe(1).f_code.co_filename
+    def is_asked(real: _Real | None, name: str) -> TypeGuard[_Real]:
+        code = sys._getframe(2).f_code.co_filename
+        if real is None or not is_watched(code):
+            return False
         # Libraries ask tensors for what only those of another framework have.
-        is_asked = real is not None and is_watched(code) and (name in vars(real.tensor) or not _is_package(code))
-        if real is not None and is_asked:
+        return name in vars(real.tensor) or hasattr(Tensor, name) or not _is_package(code)
+
+    def refuse(real: _Real, name: str) -> NoReturn:
+        errors.append(
+            CaptureError(
+                f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
+                "give it as an argument of its own"
+            )
+        )
+        raise errors[-1]
+
+    def find(standing: Tensor, name: str) -> Any:
+        real: _Real | None = vars(standing).get(REAL)
+        if is_asked(real, name):
             if real.is_argument:
-                errors.append(
-                    CaptureError(
-                        f"forward asks for the attribute {name} of {real.label}, which no later call can be compared "
-                        "by: give it as an argument of its own"
-                    )
-                )
-                raise errors[-1]
+                refuse(real, name)
             note(real.tensor, name)
         if real is not None and name in vars(real.tensor):
             return vars(real.tensor)[name]
         raise AttributeError(f"'{type(standing).__name__}' object has no attribute '{name}'")
 
-    with patch.object(Tensor, "__getattr__", find, create=True):
+    def refusing(name: str) -> Any:
+        known = getattr(Tensor, name)
+
+        def get(standing: Tensor) -> Any:
+            real: _Real | None = vars(standing).get(REAL)
+            if is_asked(real, name) and not (name == "grad_fn" and LEAF.__get__(real.tensor)):
+                refuse(real, name)
+            return known(standing) if callable(known) else known.__get__(standing)
+
+        return get if callable(known) else property(get, known.__set__)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "__getattr__", find, create=True))
+        stack.enter_context(patch.object(Tensor, "is_leaf", property(_is_leaf), create=True))
+        for name in UNCOMPARED:
+            stack.enter_context(patch.object(Tensor, name, refusing(name), create=True))
         yield
     if errors:
         raise errors[0]  # it was caught
+
+
+def _is_leaf(standing: Tensor) -> bool:
+    real: _Real | None = vars(standing).get(REAL)
+    return bool(LEAF.__get__(standing if real is None else real.tensor))

@@ -101,7 +101,7 @@ def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
         storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
-        keys.append(TensorFact(same, storage, *layout_of(leaf)))
+        keys.append(TensorFact(same, storage, type(leaf), leaf.is_leaf, layout_of(leaf)))
     return tuple(keys)
 
 

@@ -72,7 +72,7 @@ def _name(path: Sequence[Any], own: Sequence[str]) -> str:
 def _form(facts: Facts) -> Hashable:
     """Return the facts but for sizes and numbers of arguments, and variables, whose groups come later."""
     return tuple(
-        (token.dtype, len(token.shape)) if isinstance(token, TensorFact) else number_kind(token) or token
+        (token.layout.dtype, len(token.layout.shape)) if isinstance(token, TensorFact) else number_kind(token) or token
         for token in facts[ARGUMENTS]
     ), facts[TENSORS : ATTRIBUTES + 1]
 
@@ -82,7 +82,7 @@ def _sizes(arguments: Sequence[Hashable], names: Sequence[str]) -> Mapping[Argum
     sizes: dict[ArgumentPath, Hashable] = {}
     for name, token in zip(names, arguments, strict=False):
         if isinstance(token, TensorFact):
-            sizes |= {f"{name}, dimension {i}": size for i, size in enumerate(token.shape)}
+            sizes |= {f"{name}, dimension {i}": size for i, size in enumerate(token.layout.shape)}
         elif isinstance(token, tuple) and number_kind(token) is not None and token[1] != ANY:
             sizes[name] = token[1]
     return sizes

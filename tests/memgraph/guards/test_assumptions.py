@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from memgraph.guards.assumptions import (
     ARGUMENTS,
     ATTRIBUTES,
     Assumptions,
     Facts,
+    Layout,
     Place,
     TensorFact,
     differing_sizes,
@@ -30,7 +32,11 @@ PLACES = st.frozensets(st.tuples(st.integers(0, 4), st.integers(0, 2)))
 
 
 def tensor(*shape: int) -> TensorFact:
-    return TensorFact(0, 0, shape, torch.empty(shape).stride(), torch.float32, CPU, False)
+    return TensorFact(0, 0, Tensor, True, Layout(shape, torch.empty(shape).stride(), torch.float32, CPU, False))
+
+
+def changed(fact: TensorFact, **fields: Any) -> TensorFact:
+    return fact._replace(layout=fact.layout._replace(**fields))
 
 
 def facts(*arguments: object, alpha: str = "0.1", steps: int = 3) -> Facts:
@@ -74,10 +80,10 @@ def test_a_length_that_two_arguments_share_is_one_symbol(a: int, b: int, c: int,
 
 
 def test_strides_follow_from_a_length_only_where_the_tensor_is_dense() -> None:
-    padded = tensor(4, 8)._replace(stride=(16, 1))
+    padded = changed(tensor(4, 8), stride=(16, 1))
     assumptions = Assumptions.of(facts(tensor(4, 8)), symbols={(0, 1): 0})
     assert assumptions.holds(facts(tensor(4, 9))) and not assumptions.holds(facts(padded))
-    assert not assumptions.holds(facts(tensor(4, 9)._replace(requires_grad=True)))
+    assert not assumptions.holds(facts(changed(tensor(4, 9), requires_grad=True)))
     assert assumptions.lengths(facts(tensor(4, 1))) is None  # ops take other ways for one
 
 
