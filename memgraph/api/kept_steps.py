@@ -112,6 +112,8 @@ class KeptSteps:
         """Return what serves a call, planned now, its step, and whether the call was traced for it."""
         found, is_traced = self.variants.find(call), False  # another thread may have planned it by now
         step = None if found is None else found.step
+        if found is None and self._hold_replaced(call):
+            call = replace(call.read(), rejected=call.rejected, found=call.found)
         if found is None or step is None:
             step, preferred, is_traced = self._new_step(args, kwargs, call, found and found.variant)
             if found is None or not self.planner.keeps_captures:
@@ -125,6 +127,13 @@ class KeptSteps:
         self.variants.note_use(variant, call.adds)  # or it could be dropped: a better plan may count for more
         self.variants.trim(self.planner.keeps_captures)
         return found, step, is_traced
+
+    def _hold_replaced(self, call: CallFacts) -> bool:
+        """Let tensors of attributes that the caller replaces be arguments; return True if there are any."""
+        for variant in self.variants:
+            if replaced := self._attributes.replaced_tensors(variant.assumptions, call.facts):
+                return self._written.note(replaced, ())
+        return False
 
     def _new_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts, known: Variant | None

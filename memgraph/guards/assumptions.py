@@ -148,7 +148,7 @@ def differing_sizes(facts: Facts, other: Facts, places: Collection[Place]) -> di
 
 
 def shape_of(token: Hashable) -> tuple[Hashable, ...]:
-    """Return the lengths of an argument; none of a constant."""
+    """Return the shape that a token tells of, empty for a constant."""
     return token.layout.shape if isinstance(token, TensorFact) else ()
 
 

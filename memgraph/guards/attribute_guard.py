@@ -7,20 +7,20 @@ Later calls compare identities, and describe the values again only if one differ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
-from .assumptions import ATTRIBUTES, Group, Place
+from .assumptions import ATTRIBUTES, Assumptions, Facts, Group, Place
 from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
 from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
 from .what_ran import Reads
-from .written_attributes import written_attributes
+from .written_attributes import Attribute, written_attributes
 
 
 class AttributeGuard:
@@ -118,9 +118,26 @@ class AttributeGuard:
 
     def numbers(self) -> dict[Place, tuple[Any, Any]]:
         """Return the dict that contains each number of the latest groups, and its key there."""
-        return {
-            (ATTRIBUTES + i, index): at for i, walk in enumerate(self._asked) for index, at in walk.in_dicts.items()
-        }
+        found = ((place, at) for place, at in self._in_dicts() if type(at[0].get(at[1])) in (int, float))
+        return dict(found)
+
+    def _in_dicts(self) -> Iterator[tuple[Place, tuple[Any, Any]]]:
+        for group, walk in enumerate(self._asked, ATTRIBUTES):
+            for index, at in walk.in_dicts.items():
+                yield (group, index), at
+
+    def replaced_tensors(self, assumptions: Assumptions, facts: Facts) -> list[Attribute]:
+        """Return the attributes with other tensors than a capture assumes; none if a call differs in more."""
+        places: dict[Place, tuple[dict[Any, Any], Any]] = dict(self._in_dicts())
+        parts = {id(vars(part)): part for _, part in all_submodules(self.module)}
+        found: list[Attribute] = []
+        for group, index in assumptions.differing(facts):
+            # A tensor has two tokens, and may have another layout.
+            items, name = places.get((group, index)) or places.get((group, index - 1)) or ({}, "")
+            if id(items) not in parts or type(items.get(name)) is not Tensor:
+                return []
+            found.append(Attribute(ref(parts[id(items)]), name))
+        return found
 
     def label(self, place: Place) -> str:
         """Return what a token of the latest groups stands for: the path of an attribute, or a variable."""

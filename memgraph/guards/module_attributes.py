@@ -87,7 +87,9 @@ class AttributeWalk:
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
-        self.in_dicts: dict[int, tuple[Any, Any]] = {}  # token of a number -> the dict that has it, its key there
+        self.in_dicts: dict[
+            int, tuple[Any, Any]
+        ] = {}  # token of a number or a tensor -> the dict that has it, its key there
         self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
         self._label: Label | None = None
         self.states: list[dict[str, Any]] = []  # the parameters and buffers of each submodule that has some
@@ -220,8 +222,8 @@ class AttributeWalk:
                 self._describe_item(attributes, name, depth + 1)
 
     def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
-        """Describe an item of a dict, and record where a number is."""
-        if type(mapping[name]) in (int, float):
+        """Describe an item of a dict, and record where a number or a tensor is."""
+        if type(mapping[name]) in (int, float, Tensor):
             self.in_dicts[len(self.tokens)] = mapping, name
         self._describe_named(mapping[name], name, depth)
 
