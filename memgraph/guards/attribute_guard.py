@@ -32,7 +32,7 @@ class AttributeGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.variables = VariableGuard()
+        self.variables = VariableGuard(module)
         self._walk: AttributeWalk | None = None
         self._ignored: frozenset[tuple[int, str]] = frozenset()
         self._written = written_attributes(module)

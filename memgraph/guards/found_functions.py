@@ -7,8 +7,8 @@ making(3), with lambda x: x*n    ->   of the functions with this code, that whos
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from .module_attributes import CONSTANTS
 from .variable_scope import cell_contents
 
 MISSING = object()
+INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")  # which no function of its own was made for
 WRAPPERS = (
     FunctionType, MethodType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
     functools.cached_property, FunctionCache,
@@ -35,6 +36,34 @@ def codes(function: Any) -> Iterator[CodeType]:
     call = function if isinstance(function, FunctionType) else getattr(type(function), "__call__", None)  # noqa: B004
     if isinstance(call, FunctionType):
         yield call.__code__
+
+
+class FoundFunctions:
+    """Finds the functions with the code of a frame: several may have it, with other closures and defaults."""
+
+    def __init__(self) -> None:
+        self._noted: dict[CodeType, list[FunctionType]] = {}
+
+    def note(self, function: FunctionType) -> None:
+        """Add one that attributes, classes or closures lead to."""
+        self._noted.setdefault(function.__code__, []).append(function)
+
+    def of(self, frame: FrameType, entered: Collection[CodeType]) -> Sequence[FunctionType]:
+        """Return those of a frame; code that was `entered` may have made one, which is then not searched for."""
+        code = frame.f_code
+        if code.co_name in INNER:
+            return ()
+        if not code.co_freevars and (found := by_name(code, frame.f_globals)) is not None:
+            return (found,)
+        if not code.co_freevars and not code.co_argcount + code.co_kwonlyargcount:
+            return ()
+        candidates = self._noted.get(code, [])
+        if not candidates and not any(code in each.co_consts for each in entered):
+            candidates = self._noted[code] = functions_with(code)
+        if len(candidates) > 1 and code.co_freevars:
+            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
+            candidates = [each for each in candidates if closes_over(each, values)] or candidates
+        return candidates
 
 
 def by_name(code: CodeType, content: dict[str, Any]) -> FunctionType | None:

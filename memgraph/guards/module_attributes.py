@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from operator import is_, itemgetter
@@ -268,6 +268,9 @@ class AttributeWalk:
     def _describe_container(self, thing: Any, depth: int) -> None:
         if isinstance(thing, dict):
             self._describe_mapping(thing, depth)
+            if isinstance(thing, defaultdict):
+                self._check(lambda: id(thing.default_factory))
+                self._describe_named(thing.default_factory, "default_factory", depth + 1)
         elif isinstance(thing, set | frozenset):
             if isinstance(thing, set):
                 content = frozenset(thing)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ SHARED = (
 )  # fmt: skip
 # Python looks for these in the class, not in the object: a sequence of modules stays one.
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
+LOSS_NAMES = ("loss", "loss_fn", "criterion", "memgraph_loss")  # the first that the module does not have
 
 
 class ClassProxy:
@@ -84,6 +85,15 @@ class ModuleProxy(ClassProxy, nn.Module):
             object.__delattr__(self, name)
         else:
             delattr(self._module, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this object, and what the module has beneath it."""
+        yield prefix, self
+        for path, part in self._module.named_modules(memo, prefix, remove_duplicate):
+            if part is not self._module:
+                yield path, part
 
     def _get_name(self) -> str:
         """Return the module's own name: transformers' Trainer looks it up to find out what the model is."""
@@ -159,14 +169,28 @@ def all_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class WithLoss(ModuleProxy):
-    """A module that returns `loss(module(*args, **kwargs), target)`, or `loss(module(...))` without a target."""
+    """A module that returns `loss(module(*args, **kwargs), target)`, or `loss(module(...))` without a target.
+
+    A loss that is a module is one of its submodules: its parameters are trained, and its attributes are written.
+    """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__(module)
         self.__dict__["_loss"] = loss
+        path = self.__dict__["_path"] = next(name for name in LOSS_NAMES if not hasattr(module, name))
+        self.__dict__[path] = loss
 
     def __reduce__(self) -> Any:
         return WithLoss, (self._module, self._loss)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if isinstance(self._loss, nn.Module):
+            path = f"{prefix}.{self._path}" if prefix else self._path
+            yield from self._loss.named_modules(memo, path, remove_duplicate)
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         result = self._module(*args, **kwargs)

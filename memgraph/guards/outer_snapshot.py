@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ..system.entered_code import watching_entries
+from ..tensors.traced_number import STAND_INS
 from .containers import items_of, restore_container
 from .contents import IdentityKey, is_array
 from .module_attributes import CONSTANTS, AttributeWalk
@@ -123,4 +124,4 @@ class PlainWalk(AttributeWalk):
 
 
 def _is_plain(thing: Any) -> bool:
-    return type(thing) in (*CONSTANTS, *CONTAINERS) or isinstance(thing, Tensor)
+    return type(thing) in (*CONSTANTS, *CONTAINERS, *STAND_INS) or isinstance(thing, Tensor)

@@ -4,12 +4,15 @@ self.schedule.get_last_lr()   ->   note(the scheduler, "_last_lr")
 Normal(mean, 1).rsample()     ->   nothing: the call has made it
 y * self.weight.lr_scale      ->   note(weight, "lr_scale"), whose stand-in was asked
 x.storage_offset()            ->   CaptureError: of an argument, another tensor in each call
+id(self.weight)               ->   that of the weight
+self.weight in {self.weight}  ->   CaptureError: another tensor stands for it
 
 Optimizers, schedulers and their like change in each step, mostly unread, so they are not described as other objects.
 """
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +32,7 @@ from ..system.entered_code import PACKAGES, is_watched
 
 REAL = "_memgraph_real"
 UNCOMPARED = ("grad_fn", "_base", "_backward_hooks", "_version", "storage_offset", "_is_view")
+ID, EQUAL = id, Tensor.__eq__
 LEAF: Any = Tensor.is_leaf  # a fact of a call, as `grad_fn is None` is, and so is the type
 KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Dataset, DataLoader)
 
@@ -112,20 +116,21 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
         # Libraries ask tensors for what only those of another framework have.
         return name in vars(real.tensor) or hasattr(Tensor, name) or not _is_package(code)
 
-    def refuse(real: _Real, name: str) -> NoReturn:
-        errors.append(
-            CaptureError(
-                f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
-                "give it as an argument of its own"
-            )
-        )
+    def refuse(text: str) -> NoReturn:
+        errors.append(CaptureError(text))
         raise errors[-1]
+
+    def refuse_attribute(real: _Real, name: str) -> NoReturn:
+        refuse(
+            f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
+            "give it as an argument of its own"
+        )
 
     def find(standing: Tensor, name: str) -> Any:
         real: _Real | None = vars(standing).get(REAL)
         if is_asked(real, name):
             if real.is_argument:
-                refuse(real, name)
+                refuse_attribute(real, name)
             note(real.tensor, name)
         if real is not None and name in vars(real.tensor):
             return vars(real.tensor)[name]
@@ -137,12 +142,38 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
         def get(standing: Tensor) -> Any:
             real: _Real | None = vars(standing).get(REAL)
             if is_asked(real, name) and not (name == "grad_fn" and LEAF.__get__(real.tensor)):
-                refuse(real, name)
+                refuse_attribute(real, name)
             return known(standing) if callable(known) else known.__get__(standing)
 
         return get if callable(known) else property(get, known.__set__)
 
+    def number(thing: Any) -> int:
+        real: _Real | None = vars(thing).get(REAL) if issubclass(type(thing), Tensor) else None
+        if real is None or not is_watched(sys._getframe(1).f_code.co_filename):
+            return ID(thing)
+        if real.is_argument:
+            refuse_attribute(real, "id")
+        return ID(real.tensor)
+
+    def key(standing: Tensor) -> int:
+        real: _Real | None = vars(standing).get(REAL)
+        is_theirs = real is not None and is_watched(sys._getframe(1).f_code.co_filename)
+        return ID(real.tensor if real is not None and is_theirs else standing)
+
+    def equal(first: Tensor, second: Any) -> Any:
+        for one, other in ((first, second), (second, first)) if isinstance(second, Tensor) else ():
+            real: _Real | None = vars(one).get(REAL)
+            if real is not None and real.tensor is other:
+                refuse(
+                    f"forward looks for {real.label} in a set or a dict that has it, or compares it with itself, but "
+                    "another tensor stands for it while a step is captured: go by its name, as in named_parameters()"
+                )
+        return EQUAL(first, second)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(builtins, "id", number))
+        stack.enter_context(patch.object(Tensor, "__hash__", key))
+        stack.enter_context(patch.object(Tensor, "__eq__", equal, create=True))
         stack.enter_context(patch.object(Tensor, "__getattr__", find, create=True))
         stack.enter_context(patch.object(Tensor, "is_leaf", property(_is_leaf), create=True))
         for name in UNCOMPARED:

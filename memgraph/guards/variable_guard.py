@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from .contents import IdentityKey
 from .module_attributes import CONSTANTS, STATES, AttributeWalk
+from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .packages import is_open
 from .variable_scope import OuterVariable, Scope
-from .what_ran import Reads
+from .what_ran import NAMESPACES, Reads
 
 Place = tuple[int, str]  # that of an `OuterVariable`
 # These count in installed packages too: someone may have replaced one.
@@ -40,7 +41,8 @@ class VariableGuard:
         changed: the names of those that made the latest new walk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.latest: list[VariableWalk] = []
         self.changed: tuple[str, ...] = ()
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
@@ -64,15 +66,20 @@ class VariableGuard:
         self._functions |= set(map(id, functions))
         for scope in new.scopes:
             self._known.setdefault(id(scope.owner), set()).update(scope.names or ())
-        self.latest.append(VariableWalk(new, self._ignored))
+        self.latest.append(self._walk(new))
         return True
+
+    def _walk(self, reads: Reads) -> VariableWalk:
+        return VariableWalk(
+            reads, self._ignored, self._whole | {id(vars(part)) for _, part in all_submodules(self.module)}
+        )
 
     @property
     def walks(self) -> list[VariableWalk]:
         """The walks over what the variables are now."""
         for i, walk in enumerate(self.latest):
             if walk.is_stale():
-                self.latest[i] = now = VariableWalk(walk.reads, self._ignored)
+                self.latest[i] = now = self._walk(walk.reads)
                 self.changed = tuple(one.title for one in now.differing(walk))
         return self.latest
 
@@ -82,18 +89,21 @@ class VariableGuard:
         changed = [one for now, earlier in pairs if now is not earlier for one in now.differing(earlier)]
         self._ignored |= {one.place: one.scope for one in changed}
         if changed:
-            self.latest = [VariableWalk(walk.reads, self._ignored) for walk in self.latest]
+            self.latest = [self._walk(walk.reads) for walk in self.latest]
         return bool(changed)
 
 
 class VariableWalk(PlainWalk):
-    """The tokens of what a capture reads, but of the variables at `ignored` places."""
+    """The tokens of what a capture reads, but of the variables at `ignored` places.
+
+    `known` are the attributes, by the ids of their dicts, of modules that other tokens describe.
+    """
 
     max_depth = 16
 
-    def __init__(self, reads: Reads, ignored: Mapping[Place, object]) -> None:
+    def __init__(self, reads: Reads, ignored: Mapping[Place, object], known: Set[int] = frozenset()) -> None:
         super().__init__(owned=frozenset())
-        self.reads = reads
+        self.reads, self.known = reads, known
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
         self._referents: list[Any] = []  # of the functions: code, defaults and more
@@ -123,6 +133,10 @@ class VariableWalk(PlainWalk):
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         kind = type(thing)
+        if issubclass(kind, nn.Module) and (issubclass(kind, ModuleProxy) or id(vars(thing)) in self.known):
+            self._alive.append(thing)
+            self.tokens.append(IdentityKey(thing))
+            return
         if kind is weakref.ReferenceType:
             self._alive.append(thing)
             self.tokens.append(IdentityKey(thing))
@@ -143,7 +157,7 @@ class VariableWalk(PlainWalk):
     def _is_inside(self, thing: Any, depth: int) -> bool:
         """Return True for an object in a container, or a container of its own class; any other has its own scope."""
         is_inside = depth > DEPTH or isinstance(thing, dict | list | tuple) or not hasattr(thing, "__dict__")
-        return is_inside and is_open(type(thing))
+        return is_inside and (type(thing) in NAMESPACES or is_open(type(thing)))
 
     def _describe_scope(self, scope: Scope, ignored: Mapping[Place, object]) -> None:
         owner, content = scope.owner, scope.content()

@@ -31,17 +31,18 @@ from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
 from .code_reads import CodeReads, code_reads, library_loads, mentions_any
-from .found_functions import AROUND, MISSING, WRAPPERS, by_name, closes_over, codes, defaults_of, functions_with
+from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
 from .module_attributes import CONSTANTS
+from .module_proxy import ModuleProxy
 from .packages import is_installed, is_library, is_open, module_of
 from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 
+CONTAINERS = (dict, list, tuple, set, deque)
 CLOSED = (type, ModuleType, nn.Module)
 FOUND_BY = {"getenv": (os, "environ"), "getLogger": (logging, "root")}  # what functions of Python's library return
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 NAMESPACES = (SimpleNamespace, Namespace)
-INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")  # which no function of its own was made for
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
@@ -99,22 +100,18 @@ class WhatRan:
         self.functions: list[FunctionType] = []
         self.defaults: list[Scope] = []
         self.codes: dict[CodeType, Entered] = {}
-        self._seen = set[int]()  # functions
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
         self._loads = set[str]()
         self.takes_any = False
         self._whole: dict[int, Whole] = {}
-        self._taken = set[int]()  # objects whose attributes code takes by names that it computes
+        self._seen, self._taken = set[int](), set[int]()  # functions, and objects all of whose attributes count
         self._optimizers: list[torch.optim.Optimizer] = []
         self._held: dict[int, Any] = {}
-        self._made: dict[CodeType, list[FunctionType]] = {}
-        for _, part in self.parts:
-            self._enter_class(type(part))
-            self._enter_layer(type(part))
-            for value in vars(part).values():
-                self._hold(value)
-            self._enter_hooks(part)
+        self._found = FoundFunctions()
+        self._own = {id(part): part for _, part in self.parts}
+        for part in list(self._own.values()):
+            self._enter_part(part)
 
     def enter(self, frame: FrameType) -> tuple[list[Scope], list[FunctionType]]:
         """Note that a function is entered; return the variables and functions that were not known before."""
@@ -123,7 +120,7 @@ class WhatRan:
             self.codes[code] = Entered(frame.f_globals, tuple(each.f_code for each, _ in walk_stack(frame)))
             self._enter_code(code_reads(code), frame)
         if is_new or code.co_freevars:
-            for function in self._functions(frame):
+            for function in self._found.of(frame, self.codes):
                 if id(function) not in self._seen:
                     self._enter_function(function)
         return self.scopes[known[0] :] + self.defaults[known[1] :], self.functions[known[2] :]
@@ -156,8 +153,8 @@ class WhatRan:
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
-        users = [code for code, entered in self.codes.items() if entered.content is variable.scope.owner]
-        places = [one for code in users or self.codes for one in mentions(code, variable.name)]
+        users = [code for code, entered in self.codes.items() if entered.content is variable.scope.owner] or self.codes
+        places = [one for code in users for one in mentions(code, variable.name)]
         return max(places).place if places else ""
 
     def is_of_hooks(self, variable: OuterVariable) -> bool:
@@ -181,23 +178,6 @@ class WhatRan:
                 readers |= next((kinds[each] for each in entered.around if each in kinds), set())
         return [path for path, part in self.parts if type(part) in readers]
 
-    def _functions(self, frame: FrameType) -> Sequence[FunctionType]:
-        """Return the functions with the code of a frame: several may have it, with other closures and defaults."""
-        code = frame.f_code
-        if code.co_name in INNER:
-            return ()
-        if not code.co_freevars and (found := by_name(code, frame.f_globals)) is not None:
-            return (found,)
-        if not code.co_freevars and not code.co_argcount + code.co_kwonlyargcount:
-            return ()
-        candidates = self._made.get(code, [])
-        if not candidates and not any(code in each.co_consts for each in self.codes):  # what ran may have made it
-            candidates = self._made[code] = functions_with(code)
-        if len(candidates) > 1 and code.co_freevars:
-            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
-            candidates = [each for each in candidates if closes_over(each, values)] or candidates
-        return candidates
-
     def _enter_code(self, reads: CodeReads, frame: FrameType) -> None:
         content = frame.f_globals
         title = str(content.get("__name__", ""))
@@ -205,17 +185,38 @@ class WhatRan:
         for path in reads.paths:
             self._follow(title, installed, content, path)
         if reads.takes_globals:
-            self._add(
-                f"{title}.{{}}", installed, content, {name for name, value in content.items() if _is_variable(value)}
-            )
+            taken: set[str] = {name for name, value in content.items() if not isinstance(value, type | FunctionType | ModuleType)}
+            self._add(f"{title}.{{}}", installed, content, taken)
         for each in reads.imports:
             for module in each.found(str(content.get("__package__") or "")):
                 names = set(each.names) or reads.names & vars(module).keys()
                 self._add(f"{module.__name__}.{{}}", is_installed(module), vars(module), names)
         if frame.f_code.co_argcount and (first := frame.f_locals.get(frame.f_code.co_varnames[0])) is not None:
             self._enter_class(first if isinstance(first, type) else type(first))
+            if frame.f_code.co_name == "__init__" and isinstance(first, nn.Module):
+                self._own[id(first)] = first  # the call makes it
+            self._enter_module(first)
         self._loads |= reads.loads
         self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
+
+    def _enter_part(self, part: nn.Module) -> None:
+        self._enter_class(type(part))
+        self._enter_layer(type(part))
+        for value in vars(part).values():
+            self._hold(value)
+        self._enter_hooks(part)
+
+    def _enter_module(self, thing: Any) -> None:
+        """Let all attributes count of a module that is no submodule, and of those beneath it."""
+        is_known = not isinstance(thing, nn.Module) or id(thing) in self._own
+        for path, part in () if is_known else thing.named_modules():
+            if id(part) not in self._own and not issubclass(type(part), ModuleProxy):
+                self._own[id(part)] = part
+                title = ".".join(filter(None, (type(thing).__qualname__, path)))
+                self._add_whole(title, vars(part))
+                self._enter_part(part)
+                for name, value in vars(part).items():
+                    self._enter_object(f"{title}.{name}", value, 0)
 
     def _enter_layer(self, kind: type[nn.Module]) -> None:
         """Let the methods of a torch layer count, which are not told of, and the functions that its forward names."""
@@ -235,6 +236,7 @@ class WhatRan:
         for hooks in by_number:
             self._add(f"a hook of {type(part).__name__} ({{}})", False, hooks, hooks)
             for hook in hooks.values():
+                self._hold(hook)
                 self._enter_object(f"a hook of {type(part).__name__}", hook, 0)
 
     def _mention(self, names: set[str], takes_any: bool = False) -> None:
@@ -259,7 +261,7 @@ class WhatRan:
             self._add(f"{title}.{{}}", installed, owner, {name})
             value = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
             is_last, label = place == len(path) - 1, f"{title}.{name}"
-            if isinstance(value, WRAPPERS):
+            if isinstance(value, (*WRAPPERS, *CONTAINERS, nn.Module)):
                 self._hold(value)
             if isinstance(value, type):
                 self._enter_class(value)
@@ -282,6 +284,7 @@ class WhatRan:
         """Note the functions that a value leads to, the classes of objects there, and the objects of bound methods."""
         if isinstance(value, type):
             self._enter_class(value)
+        self._enter_module(value)
         if id(value) in self._held or depth > DEPTH or isinstance(value, (*CONSTANTS, *CLOSED, Tensor)):
             return
         self._held[id(value)] = value
@@ -289,7 +292,7 @@ class WhatRan:
         for name in AROUND:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
-            self._made.setdefault(value.__code__, []).append(value)
+            self._found.note(value)
             file = value.__code__.co_filename  # a decorator of torch's has given it the module of what it wraps
             is_theirs = not is_watched(file) and not file.startswith(MEMGRAPH)
             if value.__closure__ and is_theirs and id(value) not in self._seen:
@@ -310,7 +313,7 @@ class WhatRan:
             self._mention(set())
         if isinstance(value, functools.partial):
             inside = *value.args, *value.keywords.values()
-        elif isinstance(value, dict | list | tuple | set | deque):
+        elif isinstance(value, CONTAINERS):
             inside = (value.values() if isinstance(value, dict) else value) if len(value) <= MANY else ()
         elif isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._enter_class(type(value))
@@ -348,7 +351,7 @@ class WhatRan:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
         names = set(content) if self.takes_any else self._names & content.keys()
         if self.takes_any and not whole.is_installed and isinstance(whole.owner, dict):
-            self._add_whole(whole)
+            self._add_whole(whole.title, whole.owner)
         absent = self._names & whole.inherited if whole.is_installed else self._names
         self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)
         if whole.owner is content or not whole.is_installed:
@@ -356,11 +359,11 @@ class WhatRan:
                 self._hold(content[name], min(whole.depth, 1))
                 self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1, whole.is_installed)
 
-    def _add_whole(self, whole: Whole) -> None:
+    def _add_whole(self, title: str, owner: dict[str, Any]) -> None:
         """Let all attributes of an object count, those that it may get included."""
-        if id(whole.owner) not in self._taken:
-            self._taken.add(id(whole.owner))
-            self.scopes.append(Scope(f"{whole.title}.{{}}", whole.owner, None, False))
+        if id(owner) not in self._taken:
+            self._taken.add(id(owner))
+            self.scopes.append(Scope(f"{title}.{{}}", owner, None, False))
 
     def _enter_function(self, function: FunctionType) -> None:
         self._seen.add(id(function))
@@ -394,7 +397,3 @@ def _hooks(part: nn.Module) -> Iterator[Any]:
 
 def _names_of(kinds: tuple[type, ...]) -> frozenset[str]:
     return frozenset(name for kind in kinds for name in vars(kind))
-
-
-def _is_variable(value: Any) -> bool:
-    return not isinstance(value, type | FunctionType | ModuleType)

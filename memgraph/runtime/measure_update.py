@@ -35,7 +35,7 @@ class UpdateMeasurement:
 
     def _measure(self, update: Callable[[], Any]) -> Any:
         steps, self.waiting = self.waiting, []
-        states = resident_bytes(state_tensors(getattr(self.optimizer, "inner", self.optimizer)))
+        states = resident_bytes(state_tensors(self.optimizer))
         gradients = [resident_bytes(step.parts.gradients()) for step in steps]
         incomplete = [any(parameter.grad is None for parameter in step.parts.trained) for step in steps]
         result, allocated = measure_peak(update, self.device)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 
@@ -77,9 +77,9 @@ class DiskTier:
     def __del__(self) -> None:
         self.close()
 
-    def _close_files(self) -> None:
+    def _close_files(self, close: Callable[[int], None] = os.close) -> None:  # `os` is gone when Python ends
         while self.files:
-            os.close(self.files.pop())
+            close(self.files.pop())
 
     def _make_file(self) -> int:
         return unnamed_file(self.folder, max(self.nbytes, PAGE))

@@ -233,6 +233,9 @@ class _EscapedNumber:
         return repr(self.node.value)
 
 
+STAND_INS = (TracedFloat, TracedInt, _EscapedNumber)
+
+
 def stand_in(node: NumberNode) -> Any:
     """Return a stand-in for a number."""
     traced = (TracedFloat if node.is_float() else TracedInt)(node)

@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
@@ -22,6 +24,7 @@ from ...errors import CaptureError
 from ...graph.captured import Input, Output
 from ...graph.gradient_sums import ADD_ARRIVAL
 from ...guards.read_objects import refuse_set_attributes
+from ...system.entered_code import is_watched
 from ...system.frames import TORCH
 from ...tensors.loss_outputs import reachable_nodes
 from ..call.set_gradients import set_gradient_error
@@ -106,19 +109,24 @@ def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
 
 @contextmanager
 def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> Iterator[None]:
-    """Raise if the block reads the `.grad` of one of the step's inputs: a trace has no gradients."""
+    """Raise if the block reads the `.grad` of one of the step's inputs, or of a tensor elsewhere: a trace has none."""
     inputs, thread, errors = {id(v): role for role, v in zip(roles, values, strict=False)}, get_ident(), []
 
     def read(tensor: Tensor) -> Any:
-        if id(tensor) in inputs and get_ident() == thread and not _is_described(sys._getframe(1)):
+        role, gradient, frame = inputs.get(id(tensor)), _grad(tensor), sys._getframe(1)
+        is_traced = active_fake_mode() is not None and not isinstance(tensor, FakeTensor)
+        is_elsewhere = is_traced and (tensor.requires_grad or gradient is not None)
+        is_asked = not _is_described(frame) if role else is_elsewhere and is_watched(frame.f_code.co_filename)
+        if is_asked and get_ident() == thread:
+            label = role.label if role else "a tensor that is no parameter of the module"
             errors.append(
                 CaptureError(
-                    f"forward, or a function's backward, reads the .grad of {inputs[id(tensor)].label}, which "
+                    f"forward, or a function's backward, reads the .grad of {label}, which "
                     "is no input of the step: give it as an argument, or keep what is needed of it in a buffer"
                 )
             )
             raise errors[-1]
-        return _grad(tensor)
+        return gradient
 
     with mock.patch.object(Tensor, "grad", property(read, GRAD.__set__, GRAD.__delete__), create=True):
         yield

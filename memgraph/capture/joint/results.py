@@ -5,15 +5,19 @@ return x, y, y, 3    ->   Ref("input", 0), Ref("output", 0), Ref("output", 0), 3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence, Set
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
 from ...graph.captured import Input, Ref, View
 from ...graph.tensor_numbers import TensorNumbers, as_tensor
+from ...guards.variable_scope import cell_contents
 from ...tensors.differentiable import is_differentiable
 from ...tensors.traced_number import is_traced
 
@@ -40,6 +44,7 @@ def references(
             outputs[id(tensor)] = tensor
             refs.append(Ref("output", len(outputs) - 1, is_number=True))
         elif not isinstance(leaf, Tensor):
+            _refuse_lazy(leaf)
             refs.append(leaf)
         elif (ref := _input_ref(leaf, roles, passed, differentiable)) is not None:
             refs.append(ref)
@@ -47,6 +52,18 @@ def references(
             outputs.setdefault(id(leaf), leaf)
             refs.append(Ref("output", list(outputs).index(id(leaf))))
     return refs, outputs
+
+
+def _refuse_lazy(leaf: Any) -> None:
+    """
+    Raises:
+        CaptureError: a result is a function that holds tensors of its call.
+    """
+    held: list[Any] = [leaf.args, leaf.keywords] if isinstance(leaf, functools.partial) else []
+    if isinstance(leaf, FunctionType):
+        held = [content for cell in leaf.__closure__ or () for content in cell_contents(cell)]
+    if any(isinstance(each, Tensor) for each in tree_leaves(held)):
+        raise CaptureError("forward returns a function that holds tensors of its call: return these tensors")
 
 
 def _input_ref(

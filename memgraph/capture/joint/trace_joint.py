@@ -97,7 +97,7 @@ def _traced(
     if recorder is not None:
         step.parts = TracedParts(recorder)
     with step.provenance.tracking(), mode.tracing():
-        graph = make_fx(step)(*fakes)
+        graph = make_fx(step, _disable_torch_fn_metadata_mode=True)(*fakes)
     if step.parts is not None:
         step.parts.refuse_outer_reads(before.outer.ran)
     if mode.sizes is not None:

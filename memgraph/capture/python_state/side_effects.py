@@ -104,7 +104,10 @@ def _settled(
     ran, changed_outer = before.outer.ran, before.outer.changes(first.after.outer)
     outer = next((one for one in changed_outer if not ran.is_of_hooks(one)), None)
     if outer is not None and first.after.outer.holds(outer, FakeTensor):
-        raise stored_tensor_error(_labelled(outer, before))
+        raise CaptureError(
+            f"forward stores a tensor in {_labelled(outer, before)}, as no captured step can outside of its module: "
+            "return it; a module whose forward does so has to be a submodule, or the loss= itself"
+        )
     writes, changed = first.writes, before.changed(first.after)
     if changed is None and outer is None:
         return writes

@@ -457,16 +457,6 @@ def test_where_no_write_can_be_done_again_it_is_refused(then: Callable[[Any, Ten
     assert torch.equal(module.mean, torch.zeros(8))
 
 
-def test_a_tensor_in_an_attribute_of_the_loss_is_refused() -> None:
-    class Loss(nn.Module):
-        def forward(self, y: Tensor) -> Tensor:
-            self.value = y.sum().detach()
-            return y.sum()
-
-    with pytest.raises(memgraph.CaptureError, match="stores a tensor in _loss"):
-        memgraph.compile(nn.Linear(8, 8), ROOM, loss=Loss())(torch.ones(2, 8))
-
-
 def test_what_is_kept_by_the_caller_stays() -> None:
     module: Any = Storing(last)
     compiled, kept = memgraph.compile(module, ROOM), []

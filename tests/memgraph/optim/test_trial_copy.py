@@ -26,11 +26,11 @@ class Chain(optim.Optimizer):
     """Steps several optimizers in turn."""
 
     def __init__(self, *chained: optim.Optimizer) -> None:
-        self.chained = list(chained)
+        self.inner = list(chained)
         super().__init__([p for each in chained for group in each.param_groups for p in group["params"]], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.chained:
+        for each in self.inner:
             each.step()
 
 

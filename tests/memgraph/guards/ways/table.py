@@ -12,6 +12,7 @@ from . import (
     of_globals,
     of_imports,
     of_libraries,
+    of_modules,
     of_objects,
     of_process,
     of_torch,
@@ -29,6 +30,7 @@ FILES = (
     of_process,
     of_torch,
     of_torch_objects,
+    of_modules,
     of_libraries,
 )
 HEAD = "| read in | what changes | outcome |\n|---|---|---|\n"
