@@ -140,7 +140,7 @@ def test_a_copy_of_a_chain_has_the_others_in_each_of_its_optimizers() -> None:
     module = net()
     others: dict[Tensor, Tensor] = {parameter: torch.ones_like(parameter) for parameter in module.parameters()}
     other: Any = trial_copy(muon_and_adamw(module), others)
-    found = [p for each in other.chained for group in each.param_groups for p in group["params"]]
+    found = [p for each in other.inner for group in each.param_groups for p in group["params"]]
     assert {id(p) for p in found} == {id(p) for p in others.values()}
 
 
