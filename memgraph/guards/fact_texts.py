@@ -53,10 +53,12 @@ class FactTexts:
     def differences(self, assumptions: Assumptions, facts: Facts) -> list[str]:
         """Return in what a call differs from what a capture assumes."""
         texts: dict[str, str] = {}
-        for place in assumptions.differing(facts):
-            group, index = place
+        for group, index in assumptions.differing(facts):
+            if index < 0:  # the first that differs is the one that has more, or fewer, behind it
+                pairs = enumerate(zip(facts[group], assumptions.facts[group], strict=False))
+                index = next((i for i, (now, then) in pairs if now is not then and now != then), -1)
             now, then = (token_text(each[group][index]) if index >= 0 else "" for each in (facts, assumptions.facts))
-            where = self.label(place)
+            where = self.label((group, index))
             if where not in texts:
                 texts[where] = f"{where} is {now}, and was {then}" if now and then else f"{where} has changed"
         return [text for where, text in texts.items() if where]

@@ -31,7 +31,18 @@ from ..errors import CaptureError
 from ..system.entered_code import PACKAGES, is_watched
 
 REAL = "_memgraph_real"
-UNCOMPARED = ("grad_fn", "_base", "_backward_hooks", "_version", "storage_offset", "_is_view")
+UNCOMPARED = (
+    "grad_fn",
+    "_base",
+    "_backward_hooks",
+    "_version",
+    "retains_grad",
+    "output_nr",
+    "storage_offset",
+    "_is_view",
+    "is_shared",
+    "is_inference",
+)
 ID, EQUAL = id, Tensor.__eq__
 LEAF: Any = Tensor.is_leaf  # a fact of a call, as `grad_fn is None` is, and so is the type
 KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Dataset, DataLoader)

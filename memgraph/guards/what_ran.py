@@ -185,7 +185,9 @@ class WhatRan:
         for path in reads.paths:
             self._follow(title, installed, content, path)
         if reads.takes_globals:
-            taken: set[str] = {name for name, value in content.items() if not isinstance(value, type | FunctionType | ModuleType)}
+            taken: set[str] = {
+                name for name, value in content.items() if not isinstance(value, type | FunctionType | ModuleType)
+            }
             self._add(f"{title}.{{}}", installed, content, taken)
         for each in reads.imports:
             for module in each.found(str(content.get("__package__") or "")):

@@ -80,6 +80,9 @@ def test_a_leaf_and_a_parameter_are_other_calls(
         lambda x: x._is_view(),
         lambda x: x._version,
         lambda x: x._backward_hooks,
+        lambda x: x.retains_grad,
+        lambda x: x.is_shared(),
+        lambda x: x.is_inference(),
         lambda x: getattr(x, "scale", 0),
     ],
 )
