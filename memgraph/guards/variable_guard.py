@@ -8,6 +8,7 @@ Numbers, texts, containers and objects in them count by value, anything else by 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
@@ -108,6 +109,7 @@ class VariableWalk(PlainWalk):
         self._cells: list[CellType] = []
         self._referents: list[Any] = []  # of the functions: code, defaults and more
         self._classes: list[type] = []
+        self._of_classes = set[int]()  # their dicts
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by the id of what has the variables
         for scope in reads.scopes:
             self._describe_scope(scope, ignored)
@@ -118,11 +120,9 @@ class VariableWalk(PlainWalk):
                 self.numbers.clear()
                 self._label = (None, f"the defaults of {function.__qualname__}")
                 self.describe(defaults, DEPTH)
-        # A tuple for one name, too.
-        named = [(inside, tuple(names)) for inside, names in self._names.values()]
-        self._mappings = [(inside, itemgetter(*names, names[0])) for inside, names in named if names]
-        self._sized = [inside for inside, _ in named]
-        self._sizes = [*map(len, self._sized)]
+        for inside, names in self._names.values():
+            # A tuple for one name, too.
+            self._dicts.add(inside, itemgetter(*names, *names) if names else _nothing, self._is_of_object(inside))
         self._found, self._referents = [*self._variables()], gc.get_referents(*reads.functions)
         self._check(self._are_same)
 
@@ -171,7 +171,9 @@ class VariableWalk(PlainWalk):
         if isinstance(owner, CellType):
             self._cells += [owner] * len(plain)
         else:
-            inside = owner if isinstance(owner, dict) else vars(owner)
+            inside = owner if isinstance(owner, dict) else gc.get_referents(vars(owner))[0]  # behind a view
+            if isinstance(owner, type):
+                self._of_classes.add(id(inside))
             self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(plain))
         if isinstance(owner, type) and (content or not scope.is_installed):
             self.tokens += map(IdentityKey, owner.__mro__)
@@ -188,19 +190,24 @@ class VariableWalk(PlainWalk):
             self.described[variable] = tuple(self.tokens[begin:])
 
     def _variables(self) -> Iterator[Any]:
-        """Yield what the variables hold, and the bases of classes; no tensors."""
-        return chain(
-            (cell.cell_contents for cell in self._cells),
-            (kind.__mro__ for kind in self._classes),
-            chain.from_iterable(get(inside) for inside, get in self._mappings),
-        )
+        """Yield what cells hold, and the bases of classes; no tensors."""
+        return chain((cell.cell_contents for cell in self._cells), (kind.__mro__ for kind in self._classes))
+
+    def _is_of_object(self, inside: dict[str, Any]) -> bool:
+        """Return False for the variables of a class or a file."""
+        file = sys.modules.get(str(inside.get("__name__", "")))
+        return id(inside) not in self._of_classes and (file is None or vars(file) is not inside)
 
     def _are_same(self) -> bool:
         """Return True if all variables and functions hold the same objects, and tell no audit hook of it."""
         referents = gc.get_referents(*self.reads.functions)
-        if [*map(len, self._sized)] != self._sizes or len(referents) != len(self._referents):
+        if len(referents) != len(self._referents):
             return False
         return all(map(is_, self._variables(), self._found)) and all(map(is_, referents, self._referents))
+
+
+def _nothing(mapping: object) -> tuple[()]:
+    return ()
 
 
 def _is_small(thing: Any) -> bool:
