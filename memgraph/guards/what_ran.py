@@ -25,7 +25,7 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, Sim
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
@@ -38,7 +38,7 @@ from .packages import is_installed, is_library, is_open, module_of
 from .variable_scope import OuterVariable, Scope, cell_contents, mentions
 
 CONTAINERS = (dict, list, tuple, set, deque)
-CLOSED = (type, ModuleType, nn.Module)
+CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
 FOUND_BY = {"getenv": (os, "environ"), "getLogger": (logging, "root")}  # what functions of Python's library return
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
