@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..capture.joint.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
+from ..capture.joint.leaf_inputs import rewrite_leaf_inputs
 from ..errors import BudgetError, FusedError, MemgraphError, NoPlanError
 from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
@@ -156,7 +156,6 @@ class CompiledModule(ModuleProxy):
             GuardFailed: it was captured for other values. Nothing has changed.
         """
         captured = step.parts.captured
-        refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_memory()
         self.__dict__["_latest"] = step

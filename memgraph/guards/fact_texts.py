@@ -54,7 +54,7 @@ class FactTexts:
         """Return in what a call differs from what a capture assumes."""
         texts: dict[str, str] = {}
         for group, index in assumptions.differing(facts):
-            if index < 0:  # the first that differs is the one that has more, or fewer, behind it
+            if index < 0 and group >= ATTRIBUTES:  # behind the first that differs there are more, or fewer
                 pairs = enumerate(zip(facts[group], assumptions.facts[group], strict=False))
                 index = next((i for i, (now, then) in pairs if now is not then and now != then), -1)
             now, then = (token_text(each[group][index]) if index >= 0 else "" for each in (facts, assumptions.facts))

@@ -254,7 +254,7 @@ def test_a_leaf_is_refused_where_the_result_of_an_op_was_planned_for() -> None:
     compiled(batch().requires_grad_() * 2).sum().backward()
     compiled.zero_grad()
     leaf = batch().requires_grad_()
-    with pytest.raises(memgraph.CaptureError, match=r"shape \(6, 8\) in place, which is a leaf .*; clone it first"):
+    with pytest.raises(memgraph.CaptureError, match="forward changes in place a leaf that requires a gradient"):
         compiled(leaf)
     assert torch.equal(leaf, batch())
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...errors import CaptureError
-
 
 @dataclass(frozen=True)
 class InputGradEdges:
@@ -49,19 +47,6 @@ def rewrite_leaf_inputs(outputs: list[Tensor], tensors: Sequence[Tensor], rewrit
     for place, output in rewritten.items():
         outputs[output] = _RewrittenInput.apply(tensors[place], outputs[output])  # type: ignore[no-untyped-call]
     return outputs
-
-
-def refuse_leaf_writes(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> None:
-    """
-    Raises:
-        CaptureError: an input that forward changes in place is a leaf that requires a gradient, as in eager.
-    """
-    for place in rewritten:
-        if tensors[place].is_leaf and tensors[place].requires_grad:
-            raise CaptureError(
-                f"forward changes an input of shape {tuple(tensors[place].shape)} in place, which is a leaf that "
-                "requires a gradient: autograd refuses that in eager as well; clone it first"
-            )
 
 
 class _InputGradEdge(torch.autograd.Function):
