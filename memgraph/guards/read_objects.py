@@ -111,6 +111,13 @@ def _is_package(path: str) -> bool:
     return any(part in PACKAGES for part in Path(path).parts)
 
 
+def _asked_text(real: _Real, name: str) -> str:
+    return (
+        f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
+        "give it as an argument of its own"
+    )
+
+
 @contextmanager
 def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
     """Tell `note` of the attributes that the block reads of tensors for which others stand.
@@ -131,17 +138,11 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
         errors.append(CaptureError(text))
         raise errors[-1]
 
-    def refuse_attribute(real: _Real, name: str) -> NoReturn:
-        refuse(
-            f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
-            "give it as an argument of its own"
-        )
-
     def find(standing: Tensor, name: str) -> Any:
         real: _Real | None = vars(standing).get(REAL)
         if is_asked(real, name):
             if real.is_argument:
-                refuse_attribute(real, name)
+                refuse(_asked_text(real, name))
             note(real.tensor, name)
         if real is not None and name in vars(real.tensor):
             return vars(real.tensor)[name]
@@ -153,17 +154,32 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
         def get(standing: Tensor) -> Any:
             real: _Real | None = vars(standing).get(REAL)
             if is_asked(real, name) and not (name == "grad_fn" and LEAF.__get__(real.tensor)):
-                refuse_attribute(real, name)
+                refuse(_asked_text(real, name))
             return known(standing) if callable(known) else known.__get__(standing)
 
         return get if callable(known) else property(get, known.__set__)
+
+    with ExitStack() as stack:
+        stack.enter_context(_real_identity(refuse))
+        stack.enter_context(patch.object(Tensor, "__getattr__", find, create=True))
+        stack.enter_context(patch.object(Tensor, "is_leaf", property(_is_leaf), create=True))
+        for name in UNCOMPARED:
+            stack.enter_context(patch.object(Tensor, name, refusing(name), create=True))
+        yield
+    if errors:
+        raise errors[0]  # it was caught
+
+
+@contextmanager
+def _real_identity(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Let code of the user's find a parameter by its number, though another tensor stands for it; refuse other ways."""
 
     def number(thing: Any) -> int:
         real: _Real | None = vars(thing).get(REAL) if issubclass(type(thing), Tensor) else None
         if real is None or not is_watched(sys._getframe(1).f_code.co_filename):
             return ID(thing)
         if real.is_argument:
-            refuse_attribute(real, "id")
+            refuse(_asked_text(real, "id"))
         return ID(real.tensor)
 
     def key(standing: Tensor) -> int:
@@ -181,17 +197,12 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
                 )
         return EQUAL(first, second)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(builtins, "id", number))
-        stack.enter_context(patch.object(Tensor, "__hash__", key))
-        stack.enter_context(patch.object(Tensor, "__eq__", equal, create=True))
-        stack.enter_context(patch.object(Tensor, "__getattr__", find, create=True))
-        stack.enter_context(patch.object(Tensor, "is_leaf", property(_is_leaf), create=True))
-        for name in UNCOMPARED:
-            stack.enter_context(patch.object(Tensor, name, refusing(name), create=True))
+    with (
+        patch.object(builtins, "id", number),
+        patch.object(Tensor, "__hash__", key),
+        patch.object(Tensor, "__eq__", equal, create=True),
+    ):
         yield
-    if errors:
-        raise errors[0]  # it was caught
 
 
 def _is_leaf(standing: Tensor) -> bool:

@@ -210,8 +210,7 @@ class WhatRan:
 
     def _enter_module(self, thing: Any) -> None:
         """Let all attributes count of a module that is no submodule, and of those beneath it."""
-        is_known = not isinstance(thing, nn.Module) or id(thing) in self._own
-        for path, part in () if is_known else thing.named_modules():
+        for path, part in thing.named_modules() if isinstance(thing, nn.Module) and id(thing) not in self._own else ():
             if id(part) not in self._own and not issubclass(type(part), ModuleProxy):
                 self._own[id(part)] = part
                 title = ".".join(filter(None, (type(thing).__qualname__, path)))
