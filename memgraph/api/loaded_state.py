@@ -88,7 +88,11 @@ def _offloaded(model: CompiledModule, state: dict[str, Any]) -> dict[str, Any]:
         (number, name): value
         for number, entries in state["state"].items()
         for name, value in entries.items()
-        if isinstance(value, Tensor) and value.dim() and value.numel() and is_dense(value)
+        if isinstance(value, Tensor)
+        and not hasattr(value, "__tensor_flatten__")
+        and value.dim()
+        and value.numel()
+        and is_dense(value)
     }
     owned_nbytes = resident_bytes([*model.parameters(), *model.buffers()])
     needed = owned_nbytes + sum(tensor.nbytes for tensor in tensors.values())

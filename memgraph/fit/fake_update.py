@@ -15,8 +15,9 @@ from torch import Tensor, nn, optim
 
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
+from ..optim.elementwise import is_elementwise
 from ..optim.fake_step import fake_step
-from ..optim.offloaded_update import OffloadedUpdate, fake_update_nbytes
+from ..optim.offloaded_update import fake_update_nbytes
 from ..optim.optimizer_clone import distinct_steps
 from ..optim.trial_copy import trial_copy
 from ..system.device import CPU
@@ -83,7 +84,7 @@ def _on_device(group: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _window(optimizer: optim.Optimizer, fakes: Sequence[Tensor], kind: str) -> int | None:
-    if not OffloadedUpdate(optimizer).can_stream:
+    if not is_elementwise(optimizer):
         return None
     trained = [fake for fake in fakes if fake.requires_grad]
     return fake_update_nbytes(optimizer, trained, kind == "cuda")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -41,6 +42,11 @@ class FactTexts:
     attributes: AttributeGuard
     arguments: Sequence[str]
 
+    @cached_property
+    def _owned(self) -> list[str]:
+        """Return the names of parameters, then of buffers, in the order of their facts."""
+        return [name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
+
     def assumed(self, assumptions: Assumptions) -> Iterator[FactText]:
         """Yield what a capture assumes, but for objects: their attributes are told of."""
         for group, tokens in enumerate(assumptions.facts):
@@ -69,8 +75,7 @@ class FactTexts:
         if group == ARGUMENTS:
             return self.arguments[index] if 0 <= index < len(self.arguments) else "the structure of the arguments"
         if group == TENSORS:
-            owned = *self.module.named_parameters(), *self.module.named_buffers()
-            names = [name for name, _ in owned]
+            names = self._owned
             return names[index % len(names)] if names and index >= 0 else "the number of parameters and buffers"
         if group == MODES:
             return MODE_NAMES[index] if 0 <= index < len(MODE_NAMES) else "a mode of torch"

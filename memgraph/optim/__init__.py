@@ -4,6 +4,7 @@ placement             offload parameters, gradients and states, and reload them 
 tier_slots            slots of the tier that a graph uses
 state_parts           optimizer states in parts that can be offloaded; what a step trains
 elementwise           optimizers whose update changes each element independently
+update_unit           how finely a step can be cut: to elements, to parameters, or not at all
 first_state           the state that an optimizer's first step creates
 validate_state        check a state dict before it is loaded
 optimizer_clone       run a copy of an optimizer on other tensors
@@ -15,6 +16,7 @@ window_plan           split an update into windows of few bytes
 window_views          views of a parameter and its states inside a window
 window_memory         forecast the bytes of an update in windows
 windowed_update       update window by window while the disk reads ahead and writes behind
+whole_update          the same, a parameter at a time, by the user's own optimizer
 windowed_optimizer    replace an optimizer's step() by the windowed one
 offloaded_update      optimizer.step() where anything is offloaded
 fused_update          update parameters inside backward

@@ -49,14 +49,9 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def unsupported_reason(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
-    """Return why its update of the `trained` parameters can't run in windows, with what to do, or None."""
+def option_reason(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
+    """Return which option keeps an update of `trained` parameters from running in windows, with what to do; or None."""
     name = type(optimizer).__name__
-    if not declared_elementwise(type(optimizer)):
-        supported = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        message = f"{name} is not known to update each element independently, so its state can't be offloaded"
-        advice = f"use one of {supported} itself, say pointwise = True in its class if that is so"
-        return f"{message}; {advice}, or leave state and parameters on the device"
     for i, group in enumerate(optimizer.param_groups):
         for option in OPTIONS:
             if group.get(option):
@@ -68,12 +63,20 @@ def unsupported_reason(optimizer: optim.Optimizer, trained: Callable[[Tensor], b
     return None
 
 
-def check_elementwise(optimizer: optim.Optimizer) -> None:
+def check_windows(optimizer: optim.Optimizer, unit_is_known: bool = False) -> None:
     """
+    Args:
+        unit_is_known: a trial has shown that it updates each parameter independently.
+
     Raises:
-        UpdateError: the optimizer, an option, a parameter or a gradient does not allow an update in windows.
+        UpdateError: the class, an option, a parameter or a gradient does not allow an update in windows.
     """
-    if reason := unsupported_reason(optimizer, lambda parameter: parameter.grad is not None):
+    if not unit_is_known and not declared_elementwise(type(optimizer)):
+        raise UpdateError(
+            f"{type(optimizer).__name__} is not known to update each element independently, and no trial has shown it of "
+            "each parameter, so its state can't be offloaded: give it to memgraph.compile"
+        )
+    if reason := option_reason(optimizer, lambda parameter: parameter.grad is not None):
         raise UpdateError(reason)
     for parameter in parameter_groups(optimizer):
         if parameter.grad is not None:

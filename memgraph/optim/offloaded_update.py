@@ -23,13 +23,16 @@ from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
 from ..tensors.parameter_groups import parameter_groups
-from .elementwise import is_exact, unsupported_reason
+from .elementwise import is_elementwise, is_exact
 from .host_step import host_update_rate, reserve_windows
-from .optimizer_profiler import states_nbytes
+from .optimizer_profiler import OptimizerProfiler, ParameterKind, states_nbytes
 from .state_parts import Owner, StatePart, is_large
 from .streamed_update import StreamedUpdate
+from .trial_copy import parts_of
 from .update_cost import STATE
-from .window_memory import OffloadedTensors, WindowBytes, window_bytes
+from .update_operands import LayoutsOf
+from .update_unit import UpdateUnit, unit_of, unsupported_reason
+from .window_memory import OffloadedTensors, WindowBytes, whole_bytes, window_bytes
 from .windowed_optimizer import WindowedOptimizer
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
@@ -49,7 +52,7 @@ class OffloadedUpdate:
         host_update: bool = False,
     ) -> None:  # fmt: skip
         self.optimizer, self.location, self.fused, self.host_update = optimizer, location, fused, host_update
-        self.windowed: WindowedOptimizer | None = None
+        self.windowed: list[WindowedOptimizer] = []  # of the optimizer, or of those in a chain
         self.streamed_copies: CopyLog = {}  # of the latest updates in backward
         self.offloaded_owners: set[Owner] = set()
         self.host_owners: set[Owner] = set()  # the parameters that the host updates
@@ -70,7 +73,8 @@ class OffloadedUpdate:
     @property
     def copies(self) -> CopyLog:
         """The copies of the latest update in windows, or of the latest backward that has updated."""
-        return self.streamed_copies if self.windowed is None else self.windowed.copies
+        logs = [each.copies for each in self.windowed] or [self.streamed_copies]
+        return {move: [chunk for log in logs for chunk in log.get(move, ())] for move in set().union(*logs)}
 
     @property
     def can_stream(self) -> bool:
@@ -84,6 +88,11 @@ class OffloadedUpdate:
             return None
         return unsupported_reason(self.optimizer, lambda parameter: parameter.requires_grad)
 
+    @property
+    def chain(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that a chain has, or the optimizer."""
+        return () if self.optimizer is None else parts_of(self.optimizer)
+
     def peak_nbytes(self, trained: Collection[Tensor]) -> int:
         """Return the most that an update allocates, whatever is offloaded."""
         return max((forecast.total for forecast in self._forecasts(trained)), default=0)
@@ -94,10 +103,15 @@ class OffloadedUpdate:
 
     def _forecasts(self, trained: Collection[Tensor]) -> Sequence[WindowBytes]:
         """The bytes of the next update and of any later one, if everything large is offloaded."""
-        if self.optimizer is None:
-            return ()
-        offloaded = OffloadedTensors(is_large, is_large, is_large)
-        return window_bytes(self.optimizer, self.window, offloaded, trained, self.fused)
+        offloaded, found = OffloadedTensors(is_large, is_large, is_large), list[WindowBytes]()
+        for part in self.chain:
+            own = parameter_groups(part)
+            of_part = [parameter for parameter in trained if parameter in own]
+            if unit_of(part) is UpdateUnit.PARAMETER:
+                found.append(whole_bytes(part, is_large, of_part))
+            else:
+                found += window_bytes(part, self.window, offloaded, of_part, self.fused)
+        return found
 
     def check_fits_on_device(self, module_nbytes: int, budget: float) -> None:
         """
@@ -118,6 +132,8 @@ class OffloadedUpdate:
         """Return the bytes of states that the host updates per microsecond; 0.0 if it may not, or is the device."""
         if not self.host_update or self.optimizer is None or not isinstance(self.location, PinnedBufferAllocator):
             return 0.0
+        if not is_elementwise(self.optimizer):
+            return 0.0
         return host_update_rate(self.optimizer, parts, self.window)
 
     def activate(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> None:
@@ -136,11 +152,18 @@ class OffloadedUpdate:
 
     def install(self) -> None:
         """Replace the optimizer's step by one in windows of the current size."""
-        if self.windowed is not None:
-            self.windowed.nbytes = self.current
-        elif self.optimizer is not None and not self.fused:
-            offloaded, on_host = self.offloaded_owners.__contains__, self.host_owners.__contains__
-            self.windowed = WindowedOptimizer(self.optimizer, self.current, offloaded, self.location, on_host)
+        if not self.windowed and not self.fused:
+            self.windowed = [self._windowed(part) for part in self.chain]
+        for each in self.windowed:
+            each.nbytes, each.chain = self.current, self.windowed
+
+    def _windowed(self, part: torch.optim.Optimizer) -> WindowedOptimizer:
+        offloaded, on_host = self.offloaded_owners.__contains__, self.host_owners.__contains__
+        layouts: LayoutsOf | None = None
+        if unit_of(part) is UpdateUnit.PARAMETER:
+            profiler = OptimizerProfiler(part)
+            layouts = lambda group, parameter: profiler.layouts(ParameterKind.of(group, parameter))  # noqa: E731
+        return WindowedOptimizer(part, self.current, offloaded, self.location, on_host, layouts)
 
     def is_active(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> bool:
         """Return True if the update creates these states in the tier, in windows of this size."""
@@ -168,8 +191,7 @@ class OffloadedUpdate:
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
         """Return the states of these parameters that exist."""
-        states = self.optimizer.state if self.optimizer is not None else {}
-        return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
+        return [part.state[p] for part in self.chain for p in owners if isinstance(p, Tensor) and p in part.state]
 
 
 def window_nbytes(trained: Collection[Tensor], on_gpu: bool) -> int:

@@ -25,25 +25,29 @@ from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..guards.signature import kernel_modes
 from ..profile.memory_meter import measure_peak, resident_bytes
+from ..storage.mapped_storage import Layouts, tensor_spec_of
 from ..system.device import CPU
 from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
 from ..tensors.parameter_groups import state_tensors
-from .elementwise import ELEMENTWISE
+from ..tensors.state_leaves import is_movable, state_leaves
+from .elementwise import ELEMENTWISE, is_elementwise
 from .fake_step import FakeStep, fake_step
 from .optimizer_clone import (
     SAMPLE_ELEMENTS,
     clone_nbytes,
     distinct_steps,
     initial_state,
+    plain_attributes,
     profiling_error,
 )
 from .trial_copy import parts_of, trial_copy
 
 LARGE = 1 << 14  # bytes of parameters: a step on real ones allocates several times as much
 SCALARS = 256  # bytes of an update: more are no scalars
+UNLIMITED = 1 << 62  # bytes of a window
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 
 _update_times: dict[str, float] = {}  # microseconds; a cache, so that no kind is timed twice in a process
@@ -78,9 +82,12 @@ def update_us(optimizer: torch.optim.Optimizer, trained: Collection[Tensor], win
         part: [[p for p in group["params"] if id(p) in sure] for group in part.param_groups]
         for part in parts_of(optimizer)
     }
-    return round(
-        sum(OptimizerProfiler(part).update_us(kind, window) for part in rows for kind in kinds_of(rows[part])), 1
+    us = (
+        OptimizerProfiler(part).update_us(kind, window if is_elementwise(part) else UNLIMITED)
+        for part in rows
+        for kind in kinds_of(rows[part])
     )
+    return round(sum(us), 1)
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,10 @@ class ParameterKind:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def smaller(self) -> ParameterKind:
-        """The kind with its largest sizes halved until few elements are left."""
+    def within(self, elements: int) -> ParameterKind:
+        """Return the kind with its largest sizes halved until so few elements are left."""
         shape = [*self.shape]
-        while math.prod(shape) > SAMPLE_ELEMENTS:
+        while math.prod(shape) > elements:
             i = shape.index(max(shape))
             shape[i] = (shape[i] + 1) // 2
         return replace(self, shape=tuple(shape))
@@ -117,10 +123,11 @@ class ParameterKind:
 
 
 class UpdateBytes(NamedTuple):
-    """Bytes of the states after some steps, and the most that one of these allocates and frees."""
+    """Bytes of the states after some steps, the most that one of these allocates and frees, and large leaves."""
 
     states: int
     workspace: int
+    layouts: Layouts
 
 
 KindPair = tuple[ParameterKind, ParameterKind]
@@ -136,6 +143,7 @@ class OptimizerBytes:
 
     workspaces: dict[tuple[ParameterKind, ...], int] = field(default_factory=dict)
     states: dict[ParameterKind, int] = field(default_factory=dict)
+    layouts: dict[ParameterKind, Layouts] = field(default_factory=dict)
     extra: dict[tuple[ParameterKind, ...], int | None] = field(default_factory=dict)
 
 
@@ -146,6 +154,7 @@ class OptimizerProfiler:
         self.optimizer = optimizer
         known = _measured_before(optimizer)
         self.workspaces, self.states, self.extra = known.workspaces, known.states, known.extra
+        self.known_layouts = known.layouts
         self.steps = 0  # that real parameters take, as fakes have shown; 0 if they have not
 
     def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
@@ -153,6 +162,11 @@ class OptimizerProfiler:
         for kind in kinds:
             self.update_workspace(kind)
         return sum(self.states[kind] for kind in kinds)
+
+    def layouts(self, kind: ParameterKind) -> Layouts:
+        """Return the leaves of the state of a parameter, as far as they are worth a place on the tier."""
+        self.update_workspace(kind)
+        return self.known_layouts[kind]
 
     def workspace(self, rows: Sequence[Sequence[Tensor]], sure: Container[int]) -> int:
         """Return the most that one update of these parameters of each group takes.
@@ -224,7 +238,7 @@ class OptimizerProfiler:
     def _measure_workspace(self, kinds: Sequence[ParameterKind]) -> int:
         measured = self._fake_nbytes(kinds) or self._real_nbytes(kinds)
         if len(kinds) == 1:
-            self.states[kinds[0]] = measured.states
+            self.states[kinds[0]], self.known_layouts[kinds[0]] = measured.states, measured.layouts
         return measured.workspace
 
     def _fake_nbytes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes | None:
@@ -235,17 +249,17 @@ class OptimizerProfiler:
         """
         if sum(kind.nbytes for kind in kinds) <= LARGE or any(kind.device != CPU for kind in kinds):
             return None
-        small = tuple(kind.smaller for kind in kinds)
+        small = tuple(kind.within(SAMPLE_ELEMENTS) for kind in kinds)
         try:
             if small not in self.extra:
                 self.extra[small] = _extra(self._stepped_fakes(small), self._real_nbytes(small))
             extra = self.extra[small]
             if extra is None:
                 return None
-            states, workspace = self._stepped_fakes(kinds)
+            found = self._stepped_fakes(kinds)
         except UpdateError:
             return None
-        return UpdateBytes(states, workspace + extra)
+        return found._replace(workspace=found.workspace + extra)
 
     def _stepped_fakes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
         steps: list[FakeStep] = []
@@ -281,8 +295,10 @@ class OptimizerProfiler:
         except Exception as error:
             raise profiling_error(clone, error) from error
         kept = resident_bytes(state_tensors(clone))
+        leaves = state_leaves(clone.state.get(parameters[0], {}))
+        layouts = {leaf.name: tensor_spec_of(leaf.tensor) for leaf in leaves if is_movable(leaf)}
         # An update in backward takes the clone's own tensors as well.
-        return UpdateBytes(kept, max(0, first - kept, *later) + clone_nbytes(clone))
+        return UpdateBytes(kept, max(0, first - kept, *later) + clone_nbytes(clone), layouts)
 
     def _clone(self, kinds: Sequence[ParameterKind]) -> torch.optim.Optimizer:
         """The optimizer over made-up parameters that have a gradient and no steps yet."""
@@ -300,16 +316,19 @@ class OptimizerProfiler:
 
 
 def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
-    """Return what was measured of an optimizer of torch's with its present options; nothing of others.
-
-    Attributes of a user's class may change what its update allocates.
-    """
-    options = repr([kernel_options(group) for group in optimizer.param_groups])
+    """Return what was measured of an optimizer with its present options and attributes."""
+    text = kernel_text(optimizer)
     known, measured = _measured.get(optimizer, ("", OptimizerBytes()))
-    if type(optimizer) not in ELEMENTWISE or known != options:
+    if known != text:
         measured = OptimizerBytes()
-        _measured[optimizer] = options, measured
+        _measured[optimizer] = text, measured
     return measured
+
+
+def kernel_text(optimizer: torch.optim.Optimizer) -> str:
+    """Return what may decide which kernels a step runs, as far as it is plain: options, and attributes of a class."""
+    options = [kernel_options(group) for group in optimizer.param_groups]
+    return repr((options, {} if type(optimizer) in ELEMENTWISE else plain_attributes(optimizer)))
 
 
 def _extra(fake: UpdateBytes, real: UpdateBytes) -> int | None:

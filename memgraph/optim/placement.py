@@ -19,6 +19,7 @@ from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, 
 from ..storage.transfer import offload_tensors
 from ..tensors.aliasing import describe_overlap, held_elsewhere, sharing_storage
 from ..tensors.layout import alias_storage_as
+from ..tensors.state_leaves import is_movable, state_leaves
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
@@ -68,9 +69,9 @@ class StatePlacement:
         for name in moved.keys() - held_elsewhere(moved, self.module.buffers()):
             named[name].data = named[name].detach().clone()
         for state in states:
-            for key, value in elementwise_states(state).items():
-                if buffer_slice_of(value) is not None:
-                    state[key] = value.clone()
+            for leaf in state_leaves(state):
+                if buffer_slice_of(leaf.tensor) is not None:
+                    leaf.put(leaf.tensor.clone())
 
     def _refuse_move(self, moved: Mapping[str, Tensor], owned: Mapping[str, Tensor], saved: Iterable[Tensor]) -> None:
         if empty := [name for name, parameter in moved.items() if parameter.numel() and not parameter.data_ptr()]:
@@ -129,15 +130,11 @@ class StatePlacement:
 
     def _offload_states(self, states: Iterable[dict[str, object]]) -> None:
         """Offload all states to one buffer: each has an open file, and their number is limited."""
-        resident = [
-            (state, key, value)
-            for state in states
-            for key, value in elementwise_states(state).items()
-            if buffer_slice_of(value) is None
-        ]
-        offloaded = offload_tensors([value for *_, value in resident], self.location)
-        for (state, key, _), mapped in zip(resident, offloaded, strict=True):
-            state[key] = mapped
+        leaves = [leaf for state in states for leaf in state_leaves(state) if is_movable(leaf)]
+        resident = [leaf for leaf in leaves if buffer_slice_of(leaf.tensor) is None]
+        offloaded = offload_tensors([leaf.tensor for leaf in resident], self.location)
+        for leaf, mapped in zip(resident, offloaded, strict=True):
+            leaf.put(mapped)
 
     def _slice(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
         slice = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
@@ -147,8 +144,3 @@ class StatePlacement:
 
 def _parameter_names(keys: Iterable[Key]) -> list[str]:
     return [name for kind, name in keys if kind == PARAMETER]
-
-
-def elementwise_states(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the tensors of a state that are no scalars."""
-    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}

@@ -7,7 +7,7 @@ The owners of a part are parameters, or the numbers of a sharded optimizer's buc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 from passes.ir.machine import SMALLEST_STREAMED
 
 from ..graph.captured import Captured
-from .elementwise import is_elementwise
-from .optimizer_clone import ClonedOptimizer
+from .optimizer_clone import ClonedOptimizer, UntriedUpdateError
+from .optimizer_profiler import OptimizerProfiler, ParameterKind
+from .trial_copy import parts_of
+from .update_unit import UpdateUnit, unit_of
 
 PARTS = 8
 Owner = Tensor | int
@@ -50,11 +52,14 @@ class TrainedParameters:
 def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[StatePart]:
     """Return the states of large parameters in parts of about equal bytes, or one part for `each` parameter.
 
-    There are none if the optimizer has no states, or its update can't run in windows.
+    There are none if the optimizer has no states, or its step can't be cut.
     """
-    if not is_elementwise(optimizer):
+    try:
+        chain = parts_of(optimizer)
+    except UntriedUpdateError:
         return []
-    return partition_states(_states_nbytes(optimizer), 0 if each else PARTS)
+    sizes = [size for part in chain for size in _states_nbytes(part)]
+    return partition_states(sizes, 0 if each else PARTS)
 
 
 def partition_states(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
@@ -75,10 +80,30 @@ def is_large(parameter: Tensor) -> bool:
 
 
 def _states_nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
-    clone, sizes = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in filter(is_large, group["params"]):
-            if parameter.requires_grad or parameter in optimizer.state:
-                dtypes = clone.state_dtypes(i, parameter.dtype).values()
-                sizes.append((parameter, parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)))
-    return sizes
+    unit = unit_of(optimizer)
+    of = _elementwise_nbytes(optimizer) if unit is UpdateUnit.ELEMENT else _leaves_nbytes(optimizer)
+    return [
+        (parameter, of(i, parameter))
+        for i, group in enumerate(optimizer.param_groups if unit is not UpdateUnit.ALL else ())
+        for parameter in filter(is_large, group["params"])
+        if parameter.requires_grad or parameter in optimizer.state
+    ]
+
+
+def _elementwise_nbytes(optimizer: torch.optim.Optimizer) -> Callable[[int, Tensor], int]:
+    clone = ClonedOptimizer(optimizer)
+
+    def nbytes(group: int, parameter: Tensor) -> int:
+        dtypes = clone.state_dtypes(group, parameter.dtype).values()
+        return parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)
+
+    return nbytes
+
+
+def _leaves_nbytes(optimizer: torch.optim.Optimizer) -> Callable[[int, Tensor], int]:
+    layouts = OptimizerProfiler(optimizer).layouts
+
+    def nbytes(group: int, parameter: Tensor) -> int:
+        return sum(spec.nbytes for spec in layouts(ParameterKind.of(group, parameter)).values())
+
+    return nbytes

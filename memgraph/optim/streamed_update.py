@@ -25,6 +25,8 @@ from .windowed_update import WindowedUpdate
 class StreamedUpdate(WindowedUpdate):
     """The updates of some parameters in one backward."""
 
+    separate = True
+
     def __init__(
         self, optimizer: optim.Optimizer, parameters: Sequence[Tensor], nbytes: int, offloaded: ParameterPredicate,
         location: BufferLocation,

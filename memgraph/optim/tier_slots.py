@@ -22,8 +22,9 @@ from ..graph.nodes import returned_values, tensors
 from ..graph.summarize import OFFLOADED
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
 from ..tensors.layout import alias_storage_as
+from ..tensors.state_leaves import is_movable, state_leaves
 from .offloaded_update import OffloadedStates
-from .placement import GRADIENT, PARAMETER, Key, StatePlacement, elementwise_states
+from .placement import GRADIENT, PARAMETER, Key, StatePlacement
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 
@@ -230,7 +231,7 @@ class OffloadedSlots:
         return [os.getpid(), *(tensor.data_ptr() for tensor in offloaded)]
 
     def _states(self) -> list[Tensor]:
-        return [tensor for state in self.states.states() for tensor in elementwise_states(state).values()]
+        return [leaf.tensor for state in self.states.states() for leaf in state_leaves(state) if is_movable(leaf)]
 
 
 def _fill(rows: Tensor, part: Tensor) -> None:

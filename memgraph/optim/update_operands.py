@@ -19,6 +19,7 @@ from ..errors import UpdateError
 from ..storage.mapped_storage import (
     BufferLocation,
     BufferSlice,
+    Layouts,
     MappedBuffer,
     TensorSpec,
     buffer_slice_of,
@@ -27,11 +28,14 @@ from ..storage.mapped_storage import (
 from ..storage.transfer import offload_tensors
 from ..tensors.aliasing import address_range
 from ..tensors.layout import is_dense
+from ..tensors.state_leaves import StateLeaf, is_movable, state_leaves
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer
-from .window_plan import WindowRow
+from .window_plan import WindowChunk, WindowRow
 
 ParameterPredicate = Callable[[Tensor], bool]
+
+LayoutsOf = Callable[[int, Tensor], Layouts]  # by group and parameter
 
 PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of states, which are words without a space
 
@@ -63,6 +67,10 @@ class UpdateOperand:
         """Return True if chunks need bytes in the window."""
         return self.slice is not None or (self.flat is None and not whole)
 
+    def chunk_nbytes(self, chunk: WindowChunk) -> int:
+        """Return the bytes of a chunk."""
+        return self.tensor.nbytes if chunk.whole else chunk.count * self.tensor.itemsize
+
 
 @dataclass
 class ParameterUpdate:
@@ -71,7 +79,8 @@ class ParameterUpdate:
     parameter: Tensor
     group: int
     state: dict[str, Any]
-    state_dtypes: Mapping[str, torch.dtype | None]  # None for a scalar
+    state_dtypes: Mapping[str, torch.dtype | None]  # of what has the parameter's elements; None for a scalar
+    layouts: Layouts | None = None  # of all leaves of its state, if it is updated as a whole
     operands: dict[str, UpdateOperand] = field(default_factory=dict)
     new_states: dict[str, UpdateOperand] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)  # of the state, after the update
@@ -81,18 +90,20 @@ class ParameterUpdate:
     on_host: bool = False
 
     @property
-    def missing_states(self) -> dict[str, torch.dtype]:
-        """The elementwise states that the update will create."""
-        return {key: dtype for key, dtype in self.state_dtypes.items() if dtype and self.state.get(key) is None}
+    def missing_states(self) -> dict[str, TensorSpec]:
+        """The states that the update will create, as far as they may be offloaded."""
+        if self.layouts is not None:
+            return {name: spec for name, spec in self.layouts.items() if name not in self.operands}
+        dtypes = {key: dtype for key, dtype in self.state_dtypes.items() if self.state.get(key) is None}
+        return {key: _spec_beside(self.parameter, dtype) for key, dtype in dtypes.items() if dtype}
 
     @property
-    def existing_states(self) -> list[str]:
-        """The elementwise states that exist."""
-        return [
-            key
-            for key, value in self.state.items()
-            if self.state_dtypes.get(key) and isinstance(value, Tensor) and value.shape == self.parameter.shape
-        ]
+    def existing_states(self) -> list[StateLeaf]:
+        """The states that exist, as far as they may be offloaded."""
+        shape, leaves = self.parameter.shape, state_leaves(self.state)
+        if self.layouts is not None:
+            return list(filter(is_movable, leaves))
+        return [leaf for leaf in leaves if self.state_dtypes.get(leaf.name) and leaf.tensor.shape == shape]
 
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Use this gradient; None: one will come, with any strides."""
@@ -104,12 +115,41 @@ class ParameterUpdate:
 
     @property
     def row(self) -> WindowRow:
+        whole, missing = self.layouts is not None, self.missing_states.values()
         buffered, resident = (
-            tuple(operand.tensor.itemsize for operand in self.operands.values() if operand.needs_buffer(False) is side)
+            tuple(
+                operand.tensor.nbytes if whole else operand.tensor.itemsize
+                for operand in self.operands.values()
+                if operand.needs_buffer(whole) is side
+            )
             for side in (True, False)
         )
-        created = tuple(dtype.itemsize for dtype in self.missing_states.values())
+        if whole:
+            return WindowRow(1, buffered, resident, tuple(spec.nbytes for spec in missing), exact=False)
+        created = tuple(spec.dtype.itemsize for spec in missing)
         return WindowRow(self.parameter.numel(), buffered, resident, created, is_exact(self.parameter, self.on_host))
+
+
+def whole_updates(
+    optimizer: optim.Optimizer, layouts: LayoutsOf, offloaded: ParameterPredicate,
+    location: BufferLocation,
+) -> list[ParameterUpdate]:  # fmt: skip
+    """Return an update of the whole for each parameter with a gradient; errors as in `parameter_updates`.
+
+    Args:
+        layouts: the leaves of a state that a first step creates, as far as they may be offloaded.
+    """
+    updates = [
+        ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), {}, layouts(i, parameter))
+        for i, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    _complete(updates, offloaded, location)
+    for update in updates:
+        update.set_gradient(update.parameter.grad)
+    _refuse_shared(updates)
+    return updates
 
 
 def parameter_updates(
@@ -135,9 +175,8 @@ def parameter_updates(
                 if kind not in dtypes:
                     dtypes[kind] = clone.state_dtypes(*kind)
                 updates.append(ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), dtypes[kind]))
-    _offload_states([update for update in updates if offloaded(update.parameter)], location)
+    _complete(updates, offloaded, location)
     for update in updates:
-        update.operands = _operands(update)
         update.set_gradient(None if order else update.parameter.grad)
     _refuse_shared(updates)
     return sorted(updates, key=lambda update: order.get(update.parameter, 0))
@@ -153,8 +192,7 @@ def allocate_new_states(
     """
     to_tier = []
     for update in updates:
-        for key, dtype in update.missing_states.items():
-            spec = _spec_beside(update.parameter, dtype)
+        for key, spec in update.missing_states.items():
             if offloaded(update.parameter) and spec.nbytes:
                 to_tier.append((update, key, spec))
             elif update.chunks_left > 1:  # else the optimizer's step creates it whole
@@ -190,25 +228,35 @@ def _spec_beside(parameter: Tensor, dtype: torch.dtype) -> TensorSpec:
     return tensor_spec_of(state)
 
 
-def _offload_states(updates: Sequence[ParameterUpdate], location: BufferLocation) -> None:
-    """Offload states that are in memory, as they are after `load_state_dict`."""
-    resident = []
+def _complete(updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation) -> None:
+    """Offload states that are in memory, as they are after `load_state_dict`, and note the operands but gradients."""
+    leaves = {update.parameter: update.existing_states for update in updates}
+    resident = [
+        leaf
+        for update in updates
+        for leaf in leaves[update.parameter]
+        if offloaded(update.parameter) and leaf.tensor.numel() and is_dense(leaf.tensor)
+        and buffer_slice_of(leaf.tensor) is None
+    ]  # fmt: skip
+    mapped = offload_tensors([leaf.tensor for leaf in resident], location)
+    for leaf, tensor in zip(resident, mapped, strict=True):
+        leaf.put(tensor)
     for update in updates:
-        for key in update.existing_states:
-            tensor = update.state[key]
-            if tensor.numel() and is_dense(tensor) and buffer_slice_of(tensor) is None:
-                resident.append((update.state, key))
-    mapped = offload_tensors([state[key] for state, key in resident], location)
-    for (state, key), tensor in zip(resident, mapped, strict=True):
-        state[key] = tensor
+        update.operands = _operands(update, update.existing_states if resident else leaves[update.parameter])
 
 
-def _operands(update: ParameterUpdate) -> dict[str, UpdateOperand]:
-    """The parameter and its states."""
-    tensors = {PARAMETER: update.parameter, **{key: update.state[key] for key in update.existing_states}}
-    order = order_of(update.parameter)
+def _operands(update: ParameterUpdate, leaves: Sequence[StateLeaf]) -> dict[str, UpdateOperand]:
+    """The parameter and its states; those of a parameter that is updated as a whole say themselves what was written."""
+    tensors = {PARAMETER: update.parameter, **{leaf.name: leaf.tensor for leaf in leaves}}
+    order, whole = order_of(update.parameter), update.layouts is not None
     return {
-        name: UpdateOperand(tensor, buffer_slice_of(tensor), order, written=True) for name, tensor in tensors.items()
+        name: UpdateOperand(
+            tensor,
+            buffer_slice_of(tensor),
+            order_of(tensor) if whole else order,
+            written=name == PARAMETER or not whole,
+        )
+        for name, tensor in tensors.items()
     }
 
 

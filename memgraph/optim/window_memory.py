@@ -17,8 +17,9 @@ from torch import Tensor, optim
 from ..storage.mapped_storage import buffer_slice_of
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer, Temporaries
+from .optimizer_profiler import OptimizerProfiler, ParameterKind
 from .update_operands import ParameterPredicate
-from .window_plan import Window, WindowChunk, WindowRow, plan_windows
+from .window_plan import Window, WindowChunk, WindowRow, aligned, plan_windows
 
 SCALAR_NBYTES = 8  # of a scalar state, or less
 
@@ -97,6 +98,17 @@ def window_bytes(
                 for updates, row in zip((now, later), rows, strict=True):
                     updates.append(PlannedUpdate(i, row, *rest))
     return _bytes(now, nbytes, separate), _bytes(later, nbytes, separate)
+
+
+def whole_bytes(optimizer: optim.Optimizer, offloaded: ParameterPredicate, trained: Collection[Tensor]) -> WindowBytes:
+    """Return the bytes of an update of `trained` parameters, one at a time, if all of these are `offloaded`."""
+    profiler, sure = OptimizerProfiler(optimizer), frozenset(map(id, trained))
+    rows = [[p for p in group["params"] if id(p) in sure] for group in optimizer.param_groups]
+    moved = [(i, p) for i, row in enumerate(rows) for p in row if offloaded(p)]
+    states = [[spec.nbytes for spec in profiler.layouts(ParameterKind.of(*each)).values()] for each in moved]
+    windows = [sum(map(aligned, (p.nbytes, p.nbytes, *sizes))) for (_, p), sizes in zip(moved, states, strict=True)]
+    created = max(map(sum, states), default=0)
+    return WindowBytes(max(windows, default=0) * len(windows[:2]), profiler.workspace(rows, sure), created, 0)
 
 
 def _row(

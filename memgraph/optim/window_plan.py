@@ -31,8 +31,8 @@ LINE = 64  # bytes to which each tensor in a window is aligned
 class WindowRow:
     """A parameter in an update: its elements, and the bytes of an element in each of its tensors.
 
-    `buffered` tensors are copied to the window, `resident` ones are used where they are, and the update makes those in
-    `created`.
+    One that is updated as a whole counts as one element. `buffered` tensors are copied to the window, `resident` ones
+    are used where they are, and the update makes those in `created`.
     """
 
     count: int
@@ -52,7 +52,7 @@ class WindowRow:
     @property
     def granularity(self) -> int:
         """Elements of the shortest chunk."""
-        return PAGE // min(self.buffered + self.resident + self.created)
+        return max(1, PAGE // min(self.buffered + self.resident + self.created))
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ the same, updated                         ->   what has to be copied to the tier
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import BufferSlice
+from ..storage.mapped_storage import BufferSlice, tensor_spec_of
 from ..storage.transfer import slice_of
+from ..tensors.state_leaves import StateLeaf
 from .update_operands import ParameterUpdate, UpdateOperand, new_operand
 from .window_plan import WindowChunk, range_boxes
 
@@ -48,6 +49,23 @@ class WindowView:
             if (operand.written or gradient) and (slice := operand.copied_slice(self.chunk.whole))
         ]
 
+    @property
+    def moved(self) -> dict[str, Tensor]:
+        """The tensors that are not where they are kept."""
+        return {name: self.tensors[name] for name, operand in self.update.operands.items() if operand.slice is not None}
+
+    def store_leaves(self, leaves: Iterable[StateLeaf]) -> list[WriteBack]:
+        """Put the tensors of the tier back into a state, and return what has to be copied there."""
+        known, writes = {**self.update.operands, **self.update.new_states}, list[WriteBack]()
+        for leaf in leaves:
+            operand = known.get(leaf.name)
+            if operand is None or operand.slice is None or leaf.tensor is operand.tensor:
+                continue
+            if tensor_spec_of(leaf.tensor) == tensor_spec_of(operand.tensor):
+                writes.append((operand.slice, leaf.tensor))
+                leaf.put(operand.tensor)
+        return writes
+
     def store_new_states(self, state: Mapping[str, Any]) -> list[WriteBack]:
         """Keep the states that the step has created, and return what has to be copied to the tier."""
         update, chunk, writes = self.update, self.chunk, list[WriteBack]()
@@ -77,7 +95,7 @@ class WindowView:
 def in_buffer(buffer: Tensor, operand: UpdateOperand, chunk: WindowChunk) -> Tensor:
     """View bytes of a window as the chunk's tensor, which has a version counter of its own."""
     tensor = operand.tensor
-    run = buffer[: chunk.count * tensor.itemsize].view(tensor.dtype)
+    run = buffer[: operand.chunk_nbytes(chunk)].view(tensor.dtype)
     return (run.as_strided(tensor.shape, tensor.stride()) if chunk.whole else run).data
 
 
@@ -91,7 +109,7 @@ def view(operand: UpdateOperand, chunk: WindowChunk) -> Tensor:
 
 def range_of(slice: BufferSlice, chunk: WindowChunk, dtype: torch.dtype) -> BufferSlice:
     """Return the chunk's elements within the slice of a whole tensor."""
-    return slice_of(slice, chunk.begin * dtype.itemsize, chunk.count * dtype.itemsize)
+    return slice if chunk.whole else slice_of(slice, chunk.begin * dtype.itemsize, chunk.count * dtype.itemsize)
 
 
 def state_of(update: ParameterUpdate, chunk: WindowChunk, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

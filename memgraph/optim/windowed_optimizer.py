@@ -9,6 +9,7 @@ optimizer have the plain step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,10 @@ from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation, buffer_slice_of
 from ..storage.spill_file import SpillError
 from ..tensors.parameter_groups import parameter_groups
-from .elementwise import check_elementwise, declared_elementwise, replace_step, unhooked_step
-from .update_operands import ParameterPredicate, no_parameters
+from ..tensors.state_leaves import state_leaves
+from .elementwise import check_windows, declared_elementwise, replace_step, unhooked_step
+from .update_operands import LayoutsOf, ParameterPredicate, no_parameters
+from .whole_update import WholeUpdate
 from .windowed_update import WindowedUpdate
 
 
@@ -30,9 +33,15 @@ class WindowedOptimizer:
 
     def __init__(
         self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
-        on_host: ParameterPredicate = no_parameters,
+        on_host: ParameterPredicate = no_parameters, layouts: LayoutsOf | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            layouts: what a first step creates, for an optimizer whose parameters are updated as wholes.
+        """
         self.nbytes, self.offloaded, self.location, self.on_host = nbytes, offloaded, location, on_host
+        self.layouts = layouts
+        self.chain: Sequence[WindowedOptimizer] = ()  # those that are stepped with this one
         self.optimizer = optimizer
         self.pending: WindowedUpdate | None = None  # that the disk has interrupted
         self.pending_loss: Any = None  # that its closure returned
@@ -48,13 +57,15 @@ class WindowedOptimizer:
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
+        if self.pending is None and any(each.pending is not None for each in self.chain):
+            return None  # the disk has interrupted a later one of the chain
         if not declared_elementwise(type(optimizer)) and not self._is_offloaded():
             return self.plain(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
         if self.pending is not None and self._is_resumable(self.pending):
             return self._resume(self.pending, args, kwargs)
         if self._is_offloaded():
-            check_elementwise(optimizer)
+            check_windows(optimizer, self.layouts is not None)
         return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
 
     def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
@@ -63,14 +74,19 @@ class WindowedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         if self._is_offloaded():
-            check_elementwise(optimizer)  # once more, for the gradients that the closure made
+            check_windows(optimizer, self.layouts is not None)  # once more, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = WindowedUpdate(optimizer, self.nbytes, self.offloaded, self.location, self.on_host)
+                self.pending = self._update()
                 self.pending_loss, self.copies = loss, self.pending.copies
                 self._run(self.pending)
         else:
             unhooked_step(type(optimizer))(optimizer)
         return loss
+
+    def _update(self) -> WindowedUpdate:
+        if self.layouts is not None:
+            return WholeUpdate(self.optimizer, self.layouts, self.offloaded, self.location)
+        return WindowedUpdate(self.optimizer, self.nbytes, self.offloaded, self.location, self.on_host)
 
     def _resume(self, update: WindowedUpdate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Resume an update whose pre-hooks and closure have run."""
@@ -122,8 +138,8 @@ class WindowedOptimizer:
         )
 
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
-        values = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
-        return [value for value in values if isinstance(value, Tensor)]
+        states = (leaf.tensor for leaf in state_leaves(self.optimizer.state.get(parameter, {})))
+        return [value for value in (parameter, parameter.grad, *states) if value is not None]
 
 
 def _what_is_left(update: WindowedUpdate) -> str:

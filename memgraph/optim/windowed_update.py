@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -33,9 +32,10 @@ from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
 from ..storage.transfer import PendingCopy, offload_slices, reload_slices, wait_all
 from ..system.signals import Interrupts
+from ..tensors.state_leaves import state_leaves
 from ..tensors.versions import version_of
 from .host_step import HostStep, place_states_on_host, split_by_device
-from .optimizer_clone import ClonedOptimizer
+from .optimizer_clone import SCALING, ClonedOptimizer
 from .update_operands import (
     GRADIENT,
     PARAMETER,
@@ -69,6 +69,8 @@ class DrainedWindow:
 class WindowedUpdate:
     """One update of an optimizer. `run` may be called again when it has failed."""
 
+    separate = False  # no window is of two parameters
+
     def __init__(
         self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
         on_host: ParameterPredicate = no_parameters, gradient_order: Sequence[Tensor] = (),
@@ -85,12 +87,11 @@ class WindowedUpdate:
             UpdateError: two tensors share memory.
             ValueError: the windows are too small for a chunk of some parameter.
         """
-        self.optimizer, self.clone = optimizer, ClonedOptimizer(optimizer)
-        updates = parameter_updates(optimizer, self.clone, offloaded, location, gradient_order)
-        device_updates, host_updates = split_by_device(updates, self.clone, on_host, location)
+        self.optimizer, self.is_scaled = optimizer, any(name in vars(optimizer) for name in SCALING)
+        device_updates, host_updates = self._parameter_updates(offloaded, location, on_host, gradient_order)
         self.updates = [*device_updates, *host_updates]
         self.rows = [update.row for update in self.updates]
-        device_windows = plan_windows(self.rows[: len(device_updates)], nbytes, separate=bool(gradient_order))
+        device_windows = plan_windows(self.rows[: len(device_updates)], nbytes, separate=self.separate)
         host_windows = plan_windows(self.rows[len(device_updates) :], nbytes, len(device_updates))
         self.windows, self.first_host_window = device_windows + host_windows, len(device_windows)
         self._allocate_states(host_updates, offloaded, location)
@@ -104,6 +105,15 @@ class WindowedUpdate:
         self.filled: dict[int, FilledWindow] = {}
         self.drained: dict[int, DrainedWindow] = {}
         self.fingerprints = self._fingerprints()
+
+    def _parameter_updates(
+        self, offloaded: ParameterPredicate, location: BufferLocation, on_host: ParameterPredicate,
+        gradient_order: Sequence[Tensor],
+    ) -> tuple[list[ParameterUpdate], list[ParameterUpdate]]:  # fmt: skip
+        """Return the updates on the device, and those on the host."""
+        self.clone = ClonedOptimizer(self.optimizer)
+        updates = parameter_updates(self.optimizer, self.clone, offloaded, location, gradient_order)
+        return split_by_device(updates, self.clone, on_host, location)
 
     def _allocate_states(
         self, host_updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation
@@ -191,7 +201,7 @@ class WindowedUpdate:
             update, tensors = self.updates[chunk.row], {}
             for name, operand in update.operands.items():
                 if operand.needs_buffer(chunk.whole):
-                    end = begin + aligned(chunk.count * operand.tensor.itemsize)
+                    end = begin + aligned(operand.chunk_nbytes(chunk))
                     tensors[name] = in_buffer(buffer[begin:end], operand, chunk)
                     begin = end
                 else:
@@ -205,24 +215,29 @@ class WindowedUpdate:
     def _compute(self, at: int) -> None:
         filled = self.filled[at]
         self._wait(filled.copies)
-        inputs = []
         for each in filled.views:
             each.gather()
-            parameter = each.tensors[PARAMETER]
-            parameter.grad = each.tensors[GRADIENT]
-            inputs.append((each.update.group, parameter, each.state))
         versions = [version_of(each.tensors[GRADIENT]) for each in filled.views]
-        states = (self._host_step_of(at) or self.clone).step(inputs)
+        writes = self._step(at, filled.views)
         del self.filled[at]
         self.computed += 1
-        writes: list[WriteBack] = []
-        for each, state, version in zip(filled.views, states, versions, strict=True):
+        for each, version in zip(filled.views, versions, strict=True):
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it without a version.
-            written = version_of(each.tensors[GRADIENT]) > version or bool(self.clone.scaling)
-            writes += each.write_back(written) + each.store_new_states(state or {})
+            writes += each.write_back(version_of(each.tensors[GRADIENT]) > version or self.is_scaled)
             each.state.clear()  # the update keeps its scalars
         copies = [self._logged(write, offload_slices(*each)) for each in writes]
         self.drained[at] = DrainedWindow(filled.views, writes, copies)
+
+    def _step(self, at: int, views: Sequence[WindowView]) -> list[WriteBack]:
+        """Step on a window; return what has to be copied to the tier beside what was filled."""
+        inputs = []
+        for each in views:
+            parameter = each.tensors[PARAMETER]
+            parameter.grad = each.tensors[GRADIENT]
+            inputs.append((each.update.group, parameter, each.state))
+        states = (self._host_step_of(at) or self.clone).step(inputs)
+        pairs = zip(views, states, strict=True)
+        return [write for each, state in pairs for write in each.store_new_states(state or {})]
 
     def _logged(self, move: CopyFunction, copy: PendingCopy) -> PendingCopy:
         if isinstance(copy, Copy):  # copies on a stream have no times
@@ -262,12 +277,12 @@ class WindowedUpdate:
     def _fingerprints(self) -> tuple[list[object], list[object]]:
         """Values that differ if a parameter or state, or a gradient, was replaced or written."""
         parameters = [update.parameter for update in self.updates]
-        states = [value for parameter in parameters for value in self.optimizer.state.get(parameter, {}).values()]
-        gradients = [_fingerprint(parameter.grad) for parameter in parameters]
-        return [_fingerprint(value) for value in (*parameters, *states)], gradients
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+        leaves = [leaf.tensor for state in states for leaf in state_leaves(state)]
+        scalars = [value for state in states for value in state.values() if isinstance(value, bool | int | float)]
+        gradients = [_fingerprint(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        return [*map(_fingerprint, (*parameters, *leaves)), *scalars], gradients
 
 
-def _fingerprint(value: Any) -> object:
-    if not isinstance(value, Tensor):
-        return value
+def _fingerprint(value: Tensor) -> object:
     return id(value), value.data_ptr(), version_of(value)

@@ -21,6 +21,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -50,6 +51,9 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+Layouts = MappingType[str, TensorSpec]  # of tensors with names
 
 
 @dataclass(frozen=True)

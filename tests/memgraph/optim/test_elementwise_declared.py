@@ -12,7 +12,7 @@ from torch import nn
 import memgraph
 from benchmarks.wide import WideAdamW
 from memgraph.errors import UpdateError
-from memgraph.optim.elementwise import check_elementwise, declared_elementwise
+from memgraph.optim.elementwise import check_windows, declared_elementwise
 from tests.support.streamed_state import Twins, batch, chain, far, loss, streams, train
 
 
@@ -46,5 +46,5 @@ def test_wide_states_of_thin_weights_stream_and_are_eagers() -> None:
 def test_a_class_says_it_of_itself_alone() -> None:
     assert declared_elementwise(WideAdamW)
     assert not declared_elementwise(Derived)
-    with pytest.raises(UpdateError, match=r"Derived is not known .*; use one of SGD, .* say pointwise = True in its"):
-        check_elementwise(Derived(nn.Linear(1, 1).parameters()))
+    with pytest.raises(UpdateError, match=r"Derived is not known to update each element"):
+        check_windows(Derived(nn.Linear(1, 1).parameters()))

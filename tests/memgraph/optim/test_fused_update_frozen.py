@@ -98,8 +98,8 @@ def test_windows_are_those_of_the_step_that_runs() -> None:
         assert not states.is_active
         states.activate()
         assert states.is_active
-        assert update.windowed is not None
-        assert update.windowed.nbytes == states.window
+        (windowed,) = update.windowed
+        assert windowed.nbytes == states.window
 
 
 def change_between(model: Any, optimizer: Any, run: Any, frozen: bool, all_of_it: bool) -> Tensor:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from memgraph.optim.placement import StatePlacement, elementwise_states
+from memgraph.optim.placement import StatePlacement
 from memgraph.optim.tier_slots import OffloadedSlots
 from memgraph.storage.mapped_storage import is_offloaded
+from memgraph.tensors.state_leaves import state_leaves
 from tests.support.streamed_state import Twins, batch, far
 
 
@@ -34,7 +35,7 @@ def state_slots(twins: Twins) -> OffloadedSlots:
 def states(twins: Twins) -> list[Tensor]:
     """Return the states that the plan offloads, wherever they are."""
     parameters = state_slots(twins).states.owners
-    return [value for parameter in parameters for value in elementwise_states(twins.ours.state[parameter]).values()]
+    return [leaf.tensor for parameter in parameters for leaf in state_leaves(twins.ours.state[parameter])]
 
 
 def bind_anew(twins: Twins) -> None:
@@ -109,7 +110,7 @@ def test_state_that_the_next_plan_offloads_too_stays_offloaded() -> None:
     kept = [
         parameter
         for parameter, state in twins.ours.state.items()
-        if any(map(is_offloaded, elementwise_states(state).values()))
+        if any(is_offloaded(leaf.tensor) for leaf in state_leaves(state))
     ]
     assert [id(parameter) for parameter in kept] == [id(found.states.owners[0])]
     twins.assert_same()

@@ -142,7 +142,7 @@ def test_an_update_in_low_precision_is_cut_as_finely_as_a_cpu_wants_it_on_a_cpu_
         states = [torch.empty(4096, 4096, device=device) for _ in range(2)]
     tensors = dict(zip((PARAMETER, "exp_avg", "exp_avg_sq"), (weight, *states), strict=True))
     operands = {name: UpdateOperand(tensor, None, (0, 1), written=True) for name, tensor in tensors.items()}
-    update = ParameterUpdate(weight, 0, {}, {}, operands, on_host=hosted)
+    update = ParameterUpdate(weight, 0, {}, {}, operands=operands, on_host=hosted)
     windows = plan_windows([update.row], 16 << 20)
     chunks = [chunk for window in windows for chunk in window]
     assert most / 2 < len(chunks) <= most if most > 20 else len(chunks) == len(windows) <= most
