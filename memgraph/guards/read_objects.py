@@ -60,11 +60,11 @@ def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
 
         def read(thing: Any, name: str) -> Any:
             value = get(thing, name)
-            if get_ident() == thread and id(thing) not in made:
+            if get_ident() == thread and id(thing) not in made and not name.startswith("__"):  # isinstance() reads one
                 names = seen.setdefault(id(thing), set())
                 is_new = name not in names
                 names.add(name)
-                if is_new and not callable(value) and not name.startswith("__"):  # a method reads others
+                if is_new and not callable(value):  # a method reads others
                     note(thing, name)
             return value
 

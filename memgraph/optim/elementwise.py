@@ -73,7 +73,7 @@ def check_windows(optimizer: optim.Optimizer, unit_is_known: bool = False) -> No
     """
     if not unit_is_known and not declared_elementwise(type(optimizer)):
         raise UpdateError(
-            f"{type(optimizer).__name__} is not known to update each element independently, and no trial has shown it of "
+            f"{type(optimizer).__name__} is not known to update each element independently, and no trial shows it of "
             "each parameter, so its state can't be offloaded: give it to memgraph.compile"
         )
     if reason := option_reason(optimizer, lambda parameter: parameter.grad is not None):

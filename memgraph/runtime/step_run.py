@@ -23,6 +23,7 @@ from ..profile.memory_meter import Allocation, Meter, OutsideMeter, resident_byt
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
 from ..storage.mapped_storage import BufferSlice
 from ..storage.tiers import Lease, Tier
+from ..tensors.layout import without_base
 from ..tensors.versions import refuse_modified, version_of
 from .anomaly_mode import finds_nan, run_checked
 from .released_outputs import BorrowedOutputs, ReleaseWatcher
@@ -136,6 +137,8 @@ class StepRun:
                 self.compare_guards(str(error))
                 self.check_ranks()
             raise
+        if any(value._is_view() for value in values[:outputs]):
+            values[:outputs] = without_base(values[:outputs], [x for x in given if isinstance(x, Tensor)])
         # What the caller has is saved detached: its `.data` may be replaced before backward, which needs the old bytes.
         # An output leads to the autograd node that holds this run: a reference cycle, which would also hide that the
         # caller has freed it.

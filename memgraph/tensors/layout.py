@@ -4,9 +4,13 @@ is_dense(w.t())                   ->  True: in another order, without gaps
 flat(f32[3, 4])                   ->  f32[12], the elements in memory order
 view_bytes_as(u8[48], w)          ->  f32[3, 4], a view of the bytes
 alias_storage_as(f32[12], w)      ->  f32[3, 4] over the same storage, an independent tensor
+without_base([a view])            ->  the same bytes, as a tensor that may be changed in place
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +48,27 @@ def alias_storage_as(of: Tensor, like: Tensor) -> Tensor:
     """Return the storage of a tensor, from its start, with the layout of `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=of.device)
     return empty.set_(of.untyped_storage(), 0, like.shape, like.stride())
+
+
+def without_base(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors; a view whose storage neither another of them nor one of `others` has is no view any more.
+
+    Autograd refuses to change a view in place that a function of its own returns, which eager does not.
+    """
+    counts = Counter(tensor.untyped_storage()._cdata for tensor in tensors if has_storage(tensor))
+    counts.update(tensor.untyped_storage()._cdata for tensor in others if has_storage(tensor))
+    return [
+        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        if _is_plain_view(tensor) and counts[tensor.untyped_storage()._cdata] == 1
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def _is_plain_view(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor._is_view() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def has_storage(tensor: Tensor) -> bool:
