@@ -167,11 +167,11 @@ class KeptSteps:
 
     def _added(self, call: CallFacts, step: Step, preferred: tuple[str, ...]) -> Found:
         """Add the variant of a new step, and return it with the floats that it takes of the call."""
-        captured, is_less = step.parts.captured, False
-        self._attributes.grow(captured.reads)
+        captured = step.parts.captured
+        is_less = self._attributes.grow(captured.reads, call.walks)
         if not captured.float_values:  # their places would be others
             changed = [each for part in captured.opaque for each in part.changed_attributes]
-            is_less = self._attributes.ignore(changed)
+            is_less = self._attributes.ignore(changed) or is_less
             is_less = self._attributes.ignore_changed_variables(call.walks) or is_less
         facts = call.read().facts
         if not is_less:  # another thread may have changed something since the call began

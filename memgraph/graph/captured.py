@@ -17,7 +17,7 @@ from passes.slices.slice import Slice
 from passes.slices.whole_weight import WholeWeight
 
 from ..guards.attribute_writes import AttributeWrites
-from ..guards.what_ran import Reads
+from ..guards.variable_scope import Reads
 from ..report.report_data import RowBlocks
 from ..tensors.differentiable import is_cut_off, is_differentiable
 from ..tensors.pytree import Spec, unflatten

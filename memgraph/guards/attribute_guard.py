@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from .assumptions import ATTRIBUTES, Assumptions, Facts, Group, Place
+from .code_reads import Names
 from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
 from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
-from .what_ran import Reads
+from .variable_scope import Reads
 from .written_attributes import Attribute, written_attributes
 
 
@@ -34,6 +35,9 @@ class AttributeGuard:
         self.module = module
         self.variables = VariableGuard(module)
         self._walk: AttributeWalk | None = None
+        self._names: list[Names] = []  # of the attributes that each capture was the first to take
+        self._more: dict[int, AttributeWalk] = {}  # over those of later captures
+        self._order: list[tuple[bool, int]] = []  # of the groups: if it is one of `_names`, and its number there
         self._ignored: frozenset[tuple[int, str]] = frozenset()
         self._written = written_attributes(module)
         self._written_keys = self._written.keys
@@ -78,31 +82,64 @@ class AttributeGuard:
         new = self._ignored | {(id(owner), name) for owner, name in attributes}
         changes = new != self._ignored
         if changes:
-            self._ignored, self._walk = new, None
+            self._ignored = new
+            self._forget_walks()
         return self._ignore_written() or changes
 
     def _ignore_written(self) -> bool:
         """Leave out what captured calls write and the facts of arguments have, or nothing reads."""
         changes = self._written_keys is not self._written.keys
         if changes:
-            self._written_keys, self._walk = self._written.keys, None
+            self._written_keys = self._written.keys
+            self._forget_walks()
         return changes
 
-    def grow(self, reads: Reads) -> bool:
-        """Add the variables that another capture rests on; return True if there are any that were not known."""
-        return self.variables.grow(reads)
+    def _forget_walks(self) -> None:
+        self._walk = None
+        self._more.clear()
+
+    def grow(self, reads: Reads, asked: Sequence[AttributeWalk] = ()) -> bool:
+        """Add the variables and the attributes that another capture rests on.
+
+        Return True if less is described than before: with the first capture, the attributes that it does not take go,
+        unless something has changed since a walk that was `asked`.
+        """
+        before = len(self.variables.latest)
+        self.variables.grow(reads)
+        self._order += [(False, number) for number in range(before, len(self.variables.latest))]
+        known: frozenset[str] = frozenset().union(*(each.loads or () for each in self._names))
+        if not self._names:
+            is_same = bool(asked) and not asked[0].is_stale()
+            self._names.append(Names(reads.loads if is_same else None))
+            self._walk = None
+            return is_same and reads.loads is not None
+        if all(each.loads is not None for each in self._names) and (reads.loads is None or reads.loads - known):
+            self._names.append(Names(reads.loads, known, is_first=False))
+            self._order.append((True, len(self._names) - 1))
+        return False
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The tokens of the attributes, and of what each capture was the first to read; the same if nothing changed."""
         self._ignore_written()
-        walk = self._walk
-        if walk is None or walk.is_stale():
-            owned = {id(part) for _, part in all_submodules(self.module)}
-            self._walk = walk = AttributeWalk(ignored=self._ignored | self._written_keys, owned=owned)
-            walk.describe(self.module, 0)
-        self._asked = [walk, *self.variables.walks]
+        if self._walk is None or self._walk.is_stale():
+            self._walk = self._described(self._names[0] if self._names else None)
+        variables = self.variables.walks
+        later = [self._later_walk(number) if is_name else variables[number] for is_name, number in self._order]
+        self._asked = [self._walk, *later]
         return tuple(each.group for each in self._asked)
+
+    def _later_walk(self, number: int) -> AttributeWalk:
+        walk = self._more.get(number)
+        if walk is None or walk.is_stale():
+            self._more[number] = walk = self._described(self._names[number])
+        return walk
+
+    def _described(self, names: Names | None) -> AttributeWalk:
+        owned = {id(part) for _, part in all_submodules(self.module)}
+        walk = AttributeWalk(ignored=self._ignored | self._written_keys, owned=owned, names=names)
+        walk.describe(self.module, 0)
+        return walk
 
     def ignore_changed_variables(self, asked: Sequence[AttributeWalk]) -> bool:
         """Leave out from now on what has changed since earlier walks; return True if anything has.

@@ -12,6 +12,7 @@ import dis
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 STORES = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 BY_NAME = frozenset({"getattr", "hasattr"})  # functions whose second argument is a name
 BY_TEXT = frozenset({"import_module", "modules", "__import__"})  # what finds a module by its name
+BY_FORMAT = frozenset({"format", "format_map", "vformat"})  # methods of texts
+FIELD = re.compile(r"[.\[]([^\W\d]\w*)")
 ANY_NAME = frozenset({"vars", "dir", "attrgetter", "asdict", "__dict__"})  # what reads attributes of any name
 
 
@@ -75,12 +78,15 @@ def code_reads(code: CodeType) -> CodeReads:
     steps = list(dis.get_instructions(code))
     patterns = (each for constant in code.co_consts if isinstance(constant, tuple) for each in constant)
     texts = [each for each in (*code.co_consts, *patterns) if isinstance(each, str) and each.isidentifier()]
+    if not BY_FORMAT.isdisjoint(code.co_names):  # "{0.scale}"
+        texts += [name for each in code.co_consts if isinstance(each, str) for name in FIELD.findall(each)]
     names = frozenset((*code.co_names, *texts))
     loads = frozenset((*texts, *(str(step.argval) for step in steps if _names(step) and step.opname not in STORES)))
     imports = [*_imports(steps)]
     if names & BY_TEXT:
         imports += [Import(text, 0, ()) for text in code.co_consts if isinstance(text, str)]
     computes = any(step.argval in BY_NAME and _computes_name(steps[i + 1 :]) for i, step in enumerate(steps))
+    computes |= any(step.opname == "MATCH_CLASS" and step.arg for step in steps)  # by `__match_args__`
     return CodeReads(
         tuple(dict.fromkeys(_paths(steps))), names, loads, tuple(imports),
         computes or bool(names & ANY_NAME), "globals" in code.co_names,
@@ -126,11 +132,41 @@ def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Names:
+    """Names of attributes that code takes: those that a capture was the first to take, beside `known` ones.
+
+    Attributes:
+        loads: None for any.
+        is_first: those that torch's own methods take are among them.
+    """
+
+    loads: frozenset[str] | None
+    known: frozenset[str] = frozenset()
+    is_first: bool = True
+
+    def has(self, kind: type, name: str) -> bool:
+        """Return True for an attribute of a module of this class."""
+        if name in _torch_loads(kind):
+            return self.is_first
+        return name not in self.known and (self.loads is None or name in self.loads)
+
+
+@functools.lru_cache(4096)
+def _torch_loads(kind: type) -> frozenset[str]:
+    """Return the attributes that torch's own methods of a class take, those of every module included."""
+    return method_loads(nn.Module).union(*map(library_loads, kind.__mro__))
+
+
 @functools.cache
 def library_loads(base: type) -> frozenset[str]:
     """Return the attributes that the methods of a class of torch's take: nothing tells when these are entered."""
-    if is_open(base) or base in (object, nn.Module):
-        return frozenset()
+    return frozenset() if is_open(base) or base in (object, nn.Module) else method_loads(base)
+
+
+@functools.cache
+def method_loads(base: type) -> frozenset[str]:
+    """Return the attributes that the methods of a class take."""
     functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
     return frozenset(name for each in functions for name in code_reads(each.__code__).loads)
 

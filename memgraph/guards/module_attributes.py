@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
+from .code_reads import Names
 from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array
 from .read_dicts import ReadDicts, size_of
 
@@ -75,15 +76,16 @@ class AttributeWalk:
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     `ignored` are attributes, by the id of their module and name, that are not described.
     `owned` are the ids of modules whose parameters and buffers the key of a call has; None for all.
+    `names` are those of the attributes of these modules that are described; None for all.
     """
 
     max_depth = MAX_DEPTH
 
     def __init__(
         self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset(),
-        owned: Set[int] | None = None,
+        owned: Set[int] | None = None, names: Names | None = None,
     ) -> None:  # fmt: skip
-        self.inputs, self.ignored, self.owned = inputs or {}, ignored, owned
+        self.inputs, self.ignored, self.owned, self.names = inputs or {}, ignored, owned, names
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
@@ -195,20 +197,16 @@ class AttributeWalk:
             self.tokens += [IdentityKey(tensor), layout]
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
-        attributes = vars(module)
-        names = tuple(name for name in attributes if name not in IGNORED and (id(module), name) not in self.ignored)
+        attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
+        wanted = self.names if is_owned else None
+        names, ignored = self._divided(module, attributes, wanted)
+        if wanted is not None and not wanted.is_first:  # the other walk has the rest
+            self._describe_more(module, attributes, names, ignored)
+            return
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
-        found = read(attributes)
-        self._keep(found)
-        self._note_type(module, attributes)
-        ignored = tuple(name for number, name in self.ignored if number == id(module))
-        if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
-            self._check(lambda: (size_of(attributes, ignored), *map(id, read(attributes))))
-        else:
-            self._dicts.add(attributes, read, is_of_object=True, ignored=ignored)
+        self._read_attributes(module, attributes, read, ignored)
         self.tokens += [IdentityKey(type(module)), names]
         self._describe_slots(module, depth)
-        is_owned = self.owned is None or id(module) in self.owned
         for name in (*STATE, *HOOKS):
             if name in STATE and not is_owned:
                 self._describe_mapping(attributes[name], depth)
@@ -220,6 +218,39 @@ class AttributeWalk:
                 self._describe_children(attributes[name])
             else:
                 self._describe_item(attributes, name, depth + 1)
+
+    def _divided(
+        self, module: nn.Module, attributes: dict[str, Any], wanted: Names | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the attributes that are described, and those that are not, though torch does not set them."""
+        kind, own = type(module), [name for name in attributes if name not in IGNORED]
+        names = tuple(
+            name
+            for name in own
+            if (id(module), name) not in self.ignored and (wanted is None or wanted.has(kind, name))
+        )
+        return names, tuple(name for name in own if name not in names)
+
+    def _describe_more(
+        self, module: nn.Module, attributes: dict[str, Any], names: tuple[str, ...], ignored: tuple[str, ...]
+    ) -> None:
+        """Describe attributes that another walk has left out."""
+        self._read_attributes(module, attributes, lambda found: tuple(map(found.__getitem__, names)), ignored)
+        self.tokens.append(names)
+        for name in names:
+            self._describe_item(attributes, name, 1)
+        self._describe_children(attributes["_modules"])
+
+    def _read_attributes(
+        self, module: nn.Module, attributes: dict[str, Any], read: Any, ignored: tuple[str, ...]
+    ) -> None:
+        found = read(attributes)
+        self._keep(found)
+        self._note_type(module, attributes)
+        if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
+            self._check(lambda: (size_of(attributes, ignored), *map(id, read(attributes))))
+        else:
+            self._dicts.add(attributes, read, is_of_object=True, ignored=ignored)
 
     def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
         """Describe an item of a dict, and record where a number or a tensor is."""

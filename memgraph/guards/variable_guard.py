@@ -25,8 +25,8 @@ from .module_attributes import CONSTANTS, STATES, AttributeWalk
 from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .packages import is_open
-from .variable_scope import OuterVariable, Scope
-from .what_ran import NAMESPACES, Reads
+from .variable_scope import OuterVariable, Reads, Scope
+from .what_ran import NAMESPACES
 
 Place = tuple[int, str]  # that of an `OuterVariable`
 # These count in installed packages too: someone may have replaced one.

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .code_reads import library_loads
+
 CLOSED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, functools.partial, nn.Module)
 
 
@@ -122,3 +124,24 @@ def _is_closed(name: str, value: Any) -> bool:
         or isinstance(value, CLOSED)
         or hasattr(type(value), "__get__")
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """The places and functions on which a graph rests outside of attributes.
+
+    Attributes:
+        changed: the variables that forward itself has changed; it does so in no other way in the next call.
+        loads: the names of attributes that what ran takes; None if it takes some by names that it computes.
+    """
+
+    scopes: tuple[Scope, ...] = ()
+    functions: tuple[FunctionType, ...] = ()
+    changed: tuple[OuterVariable, ...] = ()
+    loads: frozenset[str] | None = None
+
+    def takes(self, kind: type, name: str) -> bool:
+        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
+        if self.loads is None or name in self.loads:
+            return True
+        return any(name in library_loads(base) for base in kind.__mro__)

@@ -19,7 +19,6 @@ import os
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,35 +29,28 @@ from torch import Tensor, fx, nn
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
-from .code_reads import CodeReads, code_reads, library_loads, mentions_any
+from .code_reads import CodeReads, code_reads, mentions_any
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
 from .module_attributes import CONSTANTS
 from .module_proxy import ModuleProxy
 from .packages import is_installed, is_library, is_open, module_of
-from .variable_scope import OuterVariable, Scope, cell_contents, mentions
+from .variable_scope import OuterVariable, Reads, Scope, cell_contents, mentions
 
 CONTAINERS = (dict, list, tuple, set, deque)
 CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
-FOUND_BY = {"getenv": (os, "environ"), "getLogger": (logging, "root")}  # what functions of Python's library return
+FOUND_BY = {  # what functions of Python's library read
+    "getenv": (os, "environ"),
+    "getenvb": (os, "environ"),
+    "expanduser": (os, "environ"),
+    "expandvars": (os, "environ"),
+    "getLogger": (logging, "root"),
+}
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 NAMESPACES = (SimpleNamespace, Namespace)
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
-
-
-@dataclass(frozen=True, eq=False)
-class Reads:
-    """The places and functions on which a graph rests outside of attributes.
-
-    Attributes:
-        changed: the variables that forward itself has changed; it does so in no other way in the next call.
-    """
-
-    scopes: tuple[Scope, ...] = ()
-    functions: tuple[FunctionType, ...] = ()
-    changed: tuple[OuterVariable, ...] = ()
 
 
 class Entered(NamedTuple):
@@ -141,15 +133,20 @@ class WhatRan:
             for value in scope.content().values():
                 if isinstance(value, FunctionCache):
                     self._hold(value)
-        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed))
+        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), self.loads)
 
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
         return variable.name in self._known.get(id(variable.scope.owner), ())
 
     def takes(self, kind: type, name: str) -> bool:
-        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
-        return self.takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
+        """Return True as `Reads.takes`, by now."""
+        return Reads(loads=self.loads).takes(kind, name)
+
+    @property
+    def loads(self) -> frozenset[str] | None:
+        """The names of attributes that are taken; None for any."""
+        return None if self.takes_any else frozenset(self._loads)
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""

@@ -17,7 +17,7 @@ from passes.stages.timeline import StageTimes
 from ..guards.assumptions import Assumptions, Facts
 from ..guards.attribute_guard import AttributeGuard
 from ..guards.signature import signature
-from ..guards.what_ran import Reads
+from ..guards.variable_scope import Reads
 from ..system.user_warning import warn_user
 from ..tensors.pytree import flatten
 from .planned_stage import PlannedStage

@@ -10,7 +10,7 @@ from torch import fx
 
 from ...graph.captured import Input, Output
 from ...guards.attribute_writes import AttributeWrites
-from ...guards.what_ran import Reads
+from ...guards.variable_scope import Reads
 from ...tensors.pytree import Spec
 from ..constant_fake_mode import ConstantFakeMode
 

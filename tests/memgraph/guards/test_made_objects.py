@@ -26,7 +26,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.layer(x)
-        return -Shifted(Normal(out, out.exp() * 0.5), out.mean(1, keepdim=True)).log_prob(y).mean()
+        shifted: Any = Shifted(Normal(out, out.exp() * 0.5), out.mean(1, keepdim=True))
+        return -shifted.log_prob(y).mean()
 
 
 def test_a_distribution_that_forward_makes_is_gone_after_it() -> None:

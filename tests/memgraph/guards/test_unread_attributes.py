@@ -1,0 +1,114 @@
+"""An attribute that the training loop sets and no code of forward reads is no fact of a call."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tail = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.losses: list[Any] = []
+        self.notes: dict[str, Any] = {}
+        self.epoch, self.scale = 0, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.layer(x)) * self.scale
+
+
+class Looping(Net):
+    """Reads attributes by names that it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(vars(self)[name] for name in ("epoch",))
+
+
+class Branching(Net):
+    """Reads one in some calls alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.epoch if self.scale > 2 else 0)
+
+
+def note(net: Any, step: int, loss: Tensor) -> None:
+    net.epoch = step
+    net.losses.append(loss.detach() if step % 2 else loss.item())
+    net.notes[f"step {step}"] = step
+    net.tail[0].seen = step
+
+
+def doubled(net: Any, step: int, loss: Tensor) -> None:
+    note(net, step, loss)
+    net.scale = 3.0 if step == 3 else net.scale
+
+
+def replaced(net: Any, step: int, loss: Tensor) -> None:
+    """Torch calls `forward`, and hooks of torch's may read `training`."""
+    note(net, step, loss)
+    layer = net.tail[0]
+    factor = 1.0 + step // 3
+    if step % 3 == 0:
+        layer.forward = lambda x: nn.functional.linear(x, layer.weight) * factor
+
+
+def evaluated(net: Any, step: int, loss: Tensor) -> None:
+    note(net, step, loss)
+    net.train(step % 3 != 2)
+
+
+def trained(make: Callable[[], nn.Module], change: Any, compiled: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = make()
+    model, found = memgraph.compile(net, "1GB") if compiled else net, []
+    torch.manual_seed(1)
+    for step in range(8):
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+        change(net, step, loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "captures"),
+    [
+        (Net, note, 1),
+        (Net, doubled, 2),
+        (Net, replaced, 4),
+        (Net, evaluated, 2),
+        (Looping, note, 8),
+        (Branching, doubled, 8),
+    ],
+)
+def test_steps_are_eagers_and_captured_where_what_is_read_differs(
+    make: Callable[[], nn.Module], change: Any, captures: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "memgraph"):
+        ours = trained(make, change, compiled=True)
+    assert all(map(torch.equal, ours, trained(make, change, compiled=False)))
+    assert sum("is captured, priced and planned" in record.getMessage() for record in caplog.records) <= captures
+
+
+def test_an_attribute_that_is_read_later_counts_again() -> None:
+    torch.manual_seed(0)
+    plain: Any = Branching()
+    net = copy.deepcopy(plain)
+    model = memgraph.compile(net, "1GB")
+    for step in range(9):
+        plain.epoch = net.epoch = step
+        plain.scale = net.scale = 2.0 if step in (0, 1, 2, 6, 7) else 3.0
+        torch.manual_seed(step)
+        ours = model(torch.ones(2, 4))
+        torch.manual_seed(step)
+        assert torch.equal(ours, plain(torch.ones(2, 4)))
