@@ -21,8 +21,8 @@ from .module_attributes import CONSTANTS
 KINDS = ("argument", "tensor", "mode", "attribute", "variable")
 MODE_NAMES = (
     "a process group is initialized", "autocast", "the cache of autocast", "grad mode", "the default dtype",
-    "the default device", "global module hooks", "settings of kernels", "what the optimizer's step depends on",
-    "the outputs that backward starts from",
+    "the default device", "global module hooks", "settings of kernels", "other settings of torch",
+    "what the optimizer's step depends on", "the outputs that backward starts from",
 )  # fmt: skip
 
 

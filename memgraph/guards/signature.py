@@ -9,6 +9,7 @@ and hooks of every submodule; torch's modes that change which kernels run; and t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ GLOBAL_HOOKS = (
     modules._global_backward_hooks, modules._global_backward_pre_hooks,
 )  # fmt: skip
 PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+OTHER_MODES: tuple[Callable[[], Hashable], ...] = (  # that select no kernel of torch's, but forward may ask for them
+    torch.is_warn_always_enabled,
+    partial(torch.get_autocast_dtype, "cpu"), partial(torch.get_autocast_dtype, "cuda"),
+    torch._C._get_mkldnn_deterministic, torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    partial(getattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+    torch.__future__.get_swap_module_params_on_conversion, torch.__future__.get_overwrite_module_params_on_conversion,
+)  # fmt: skip
 
 
 def signature(
@@ -96,8 +105,8 @@ def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
         if not isinstance(leaf, Tensor):
             keys.append(_constant(leaf))
             continue
-        if not has_storage(leaf):  # no such call is captured, and nested tensors have no shape
-            keys.append(leaf.layout)
+        if not has_storage(leaf) or leaf.is_conj() or leaf.is_neg():  # no such call is captured
+            keys.append((leaf.layout, leaf.is_conj(), leaf.is_neg()))
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
         storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
@@ -119,4 +128,5 @@ def _modes() -> tuple[Hashable, ...]:
         torch.get_default_device(),
         tuple(id(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
         kernel_modes(),
+        tuple(mode() for mode in OTHER_MODES),
     )

@@ -31,22 +31,17 @@ from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
 from .code_reads import CodeReads, code_reads, mentions_any
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
-from .module_attributes import CONSTANTS
+from .module_attributes import CONSTANTS, STATES
 from .module_proxy import ModuleProxy
 from .packages import is_installed, is_library, is_open, module_of
 from .variable_scope import OuterVariable, Reads, Scope, cell_contents, mentions
 
 CONTAINERS = (dict, list, tuple, set, deque)
 CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
-FOUND_BY = {  # what functions of Python's library read
-    "getenv": (os, "environ"),
-    "getenvb": (os, "environ"),
-    "expanduser": (os, "environ"),
-    "expandvars": (os, "environ"),
-    "getLogger": (logging, "root"),
-}
+FOUND_BY = dict.fromkeys(("getenv", "getenvb", "expanduser", "expandvars"), (os, "environ"))  # what these read
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
+HOLDERS = ("collections", "configparser", "multiprocessing", "threading")  # of Python's library
 NAMESPACES = (SimpleNamespace, Namespace)
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
@@ -186,6 +181,10 @@ class WhatRan:
                 name for name, value in content.items() if not isinstance(value, type | FunctionType | ModuleType)
             }
             self._add(f"{title}.{{}}", installed, content, taken)
+        if "getLogger" in reads.names:
+            loggers = logging.root.manager.loggerDict
+            texts = {title, *(each for each in frame.f_code.co_consts if isinstance(each, str))}
+            self._add("the logger {}", True, loggers, texts & loggers.keys())
         for each in reads.imports:
             for module in each.found(str(content.get("__package__") or "")):
                 names = set(each.names) or reads.names & vars(module).keys()
@@ -344,6 +343,8 @@ class WhatRan:
         if kind in NAMESPACES or is_open(kind):
             self._whole[id(inside)] = whole = Whole(title, inside, installed, depth, _names_of(kind.__mro__))
             self._name_attributes(whole)
+        elif kind.__module__.partition(".")[0] in HOLDERS and kind not in STATES:  # nothing tells what its methods read
+            self._add_whole(title, inside)
 
     def _name_attributes(self, whole: Whole) -> None:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import CaptureError
+from ...guards.packages import is_installed
 from ...tensors.layout import has_storage
 from ...tensors.pytree import flatten, tensors_of
 
@@ -27,6 +28,12 @@ def require_strided(tensor: Tensor, label: str) -> None:
         CaptureError: it is sparse, nested, quantized, of another library's layout, or of a class of its own.
     """
     if has_storage(tensor) and not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor):
+        if not is_installed(kind := type(tensor)):
+            raise CaptureError(
+                f"{label} is of the class {kind.__qualname__}, but a plain tensor stands for it while a step is "
+                "captured, and forward would find neither the class nor its methods: make it a plain tensor or "
+                "parameter, and mark it by an attribute, which forward does find"
+            )
         return
     raise CaptureError(
         f"{label} is a {_kind(tensor)}; only dense tensors of torch's own class are captured: {_advice(tensor)}"

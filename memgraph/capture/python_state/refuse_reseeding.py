@@ -1,10 +1,11 @@
-"""Refuse what forward does to torch's generators or to `.data`: it would happen only once, in the trace.
+"""Refuse what forward does to torch's generators, to `.data` or in threads: it would happen only once, in the trace.
 
     torch.manual_seed(0)                                a CaptureError, with the user's line
     with torch.random.fork_rng(): ...                   allowed: reads and writes of a state are ops of the graph
     noise = torch.rand(4, generator=self.generator)     allowed: the graph draws from it in every step
     y.data = y * 2                                      a CaptureError: no op is recorded for it
     y.data_ptr(), copy.deepcopy(y)                      the same
+    pool.submit(read).result()                          the same: what other threads read is not seen
 
 Torch's own code may do all of it: only calls from elsewhere are refused.
 """
@@ -14,8 +15,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from traceback import walk_stack
 from types import CodeType
 from typing import Any, NoReturn
 from unittest import mock
@@ -28,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...graph.draws.generator_states import GENERATOR_STATE, SET_GENERATOR
+from ...system.entered_code import STANDARD, is_watched
 from ...system.frames import MEMGRAPH, TORCH
 
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
@@ -106,10 +110,27 @@ def _guarded(is_traced: bool) -> Iterator[None]:
                 guarded = _refusing(f"torch.cuda.{name}", getattr(device, name), STATE_OPS.get(name), is_traced)
                 stack.enter_context(mock.patch.object(device, name, guarded))
         stack.enter_context(mock.patch.object(FakeTensor, "data", property(DATA.__get__, _set_data), create=True))
+        for kind, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
+            stack.enter_context(mock.patch.object(kind, name, _starting(getattr(kind, name))))
         for name in READ_MEMORY:
             reading = _reading(name, getattr(FakeTensor, name))
             stack.enter_context(mock.patch.object(FakeTensor, name, reading, create=True))
         yield
+
+
+def _starting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that refuses work for another thread if forward gives it."""
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        callers = (each for each, _ in walk_stack(sys._getframe(1)) if not each.f_code.co_filename.startswith(STANDARD))
+        if getattr(TRACING, "on", False) and is_watched(next(callers).f_code.co_filename):
+            raise CaptureError(
+                "forward runs code in another thread, where nothing tells what it reads: run it in forward's own, or "
+                "outside of the module"
+            )
+        return run(*args, **kwargs)
+
+    return start
 
 
 def _refusing(

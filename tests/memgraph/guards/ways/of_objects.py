@@ -22,6 +22,54 @@ def _() -> Any:
     return lambda m, x: x * SETTINGS.scale, lambda: setattr(SETTINGS, "scale", 3)
 
 
+@dataclasses.dataclass
+class Choice:
+    """Is matched by position."""
+
+    mode: str
+    scale: int
+
+
+CHOICE = Choice("plain", 2)
+
+
+@of("objects")
+def _() -> Any:
+    """what a `case` with positional patterns binds"""
+    CHOICE.scale = 2
+
+    def then(m: Any, x: Any) -> Any:
+        match CHOICE:
+            case Choice("plain", scale):
+                return x * scale
+            case _:
+                return x
+
+    return then, lambda: setattr(CHOICE, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """what a `case` with positional patterns compares"""
+    CHOICE.mode = "plain"
+
+    def then(m: Any, x: Any) -> Any:
+        match CHOICE:
+            case Choice("plain"):
+                return x * 2
+            case _:
+                return x
+
+    return then, lambda: setattr(CHOICE, "mode", "other")
+
+
+@of("objects")
+def _() -> Any:
+    """a field of a text, as in `"{0.scale}".format(settings)`"""
+    SETTINGS.scale = 2
+    return lambda m, x: x * int(f"{SETTINGS.scale}"), lambda: setattr(SETTINGS, "scale", 3)
+
+
 @of("objects")
 def _() -> Any:
     """an attribute that a method reads"""

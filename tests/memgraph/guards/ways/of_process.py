@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import contextvars
 import itertools
+import logging
 import os
 import random
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ SETTINGS = Settings()
 TABLE = {"a": 2}
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=2)
 LOCAL = threading.local()
+POOL, EVENT, CONFIG = ThreadPoolExecutor(1), threading.Event(), configparser.ConfigParser()
 WEAK: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -42,6 +46,56 @@ def _() -> Any:
     """`os.getenv`"""
     os.environ["A_WAY"] = "2"
     return lambda m, x: x * int(os.getenv("A_WAY", "1")), lambda: os.environ.update(A_WAY="3")
+
+
+@of("process")
+def _() -> Any:
+    """`os.getenvb`"""
+    os.environ["A_WAY"] = "2"
+    return lambda m, x: x * int(os.getenvb(b"A_WAY", b"1")), lambda: os.environ.update(A_WAY="3")
+
+
+@of("process")
+def _() -> Any:
+    """`os.path.expanduser`"""
+    home = os.environ.get("HOME", "/")
+    os.environ["HOME"] = "/a"
+
+    def change() -> Any:
+        os.environ["HOME"] = "/longer"
+        return lambda: os.environ.update(HOME=home)
+
+    return lambda m, x: x * len(os.path.expanduser("~")), change
+
+
+@of("process")
+def _() -> Any:
+    """a global that a function in another thread reads"""
+    TABLE["a"] = 2
+    return lambda m, x: x * POOL.submit(lambda: TABLE["a"]).result(), lambda: TABLE.update(a=3)
+
+
+@of("process")
+def _() -> Any:
+    """a `threading.Event`"""
+    EVENT.clear()
+    return lambda m, x: x * (3 if EVENT.is_set() else 2), EVENT.set
+
+
+@of("process")
+def _() -> Any:
+    """a `ConfigParser`"""
+    CONFIG["a"] = {"scale": "2"}
+    return lambda m, x: x * CONFIG.getint("a", "scale"), lambda: CONFIG.set("a", "scale", "3")
+
+
+@of("process")
+def _() -> Any:
+    """the level of `logging.getLogger(name)`"""
+    logging.getLogger("ways").setLevel(20)
+    return lambda m, x: x * (2 if logging.getLogger("ways").isEnabledFor(10) else 1), lambda: logging.getLogger(
+        "ways"
+    ).setLevel(10)
 
 
 @of("process")
