@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
 from .assumptions import ATTRIBUTES, Assumptions, Facts, Group, Place
-from .code_reads import Names
 from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
 from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
-from .variable_scope import Reads
+from .variable_scope import Names, Reads
 from .written_attributes import Attribute, written_attributes
 
 
@@ -107,14 +106,16 @@ class AttributeGuard:
         before = len(self.variables.latest)
         self.variables.grow(reads)
         self._order += [(False, number) for number in range(before, len(self.variables.latest))]
-        known: frozenset[str] = frozenset().union(*(each.loads or () for each in self._names))
+        read = None
+        if asked and reads.attributes is not None:
+            read = frozenset((path, name) for number, name in reads.attributes for path in asked[0].paths[number])
         if not self._names:
-            is_same = bool(asked) and not asked[0].is_stale()
-            self._names.append(Names(reads.loads if is_same else None))
+            self._names.append(Names(None if not asked or asked[0].is_stale() else read))
             self._walk = None
-            return is_same and reads.loads is not None
-        if all(each.loads is not None for each in self._names) and (reads.loads is None or reads.loads - known):
-            self._names.append(Names(reads.loads, known, is_first=False))
+            return self._names[0].read is not None
+        known = frozenset[tuple[str, str]]().union(*(each.read or () for each in self._names))
+        if self._names[0].read is not None and (read is None or not read <= known):
+            self._names.append(Names(read, known))
             self._order.append((True, len(self._names) - 1))
         return False
 

@@ -132,32 +132,6 @@ def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names of attributes that code takes: those that a capture was the first to take, beside `known` ones.
-
-    Attributes:
-        loads: None for any.
-        is_first: those that torch's own methods take are among them.
-    """
-
-    loads: frozenset[str] | None
-    known: frozenset[str] = frozenset()
-    is_first: bool = True
-
-    def has(self, kind: type, name: str) -> bool:
-        """Return True for an attribute of a module of this class."""
-        if name in _torch_loads(kind):
-            return self.is_first
-        return name not in self.known and (self.loads is None or name in self.loads)
-
-
-@functools.lru_cache(4096)
-def _torch_loads(kind: type) -> frozenset[str]:
-    """Return the attributes that torch's own methods of a class take, those of every module included."""
-    return method_loads(nn.Module).union(*map(library_loads, kind.__mro__))
-
-
 @functools.cache
 def library_loads(base: type) -> frozenset[str]:
     """Return the attributes that the methods of a class of torch's take: nothing tells when these are entered."""

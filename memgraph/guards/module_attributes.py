@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
-from .code_reads import Names
 from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array
 from .read_dicts import ReadDicts, size_of
+from .variable_scope import Names
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
 CONSTANTS = (
@@ -76,7 +76,7 @@ class AttributeWalk:
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     `ignored` are attributes, by the id of their module and name, that are not described.
     `owned` are the ids of modules whose parameters and buffers the key of a call has; None for all.
-    `names` are those of the attributes of these modules that are described; None for all.
+    `names` has the attributes of these modules that are described; None for all.
     """
 
     max_depth = MAX_DEPTH
@@ -92,6 +92,7 @@ class AttributeWalk:
         self.in_dicts: dict[
             int, tuple[Any, Any]
         ] = {}  # token of a number or a tensor -> the dict that has it, its key there
+        self.paths: dict[int, list[str]] = defaultdict(list)  # of modules, by their ids
         self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
         self._label: Label | None = None
         self.states: list[dict[str, Any]] = []  # the parameters and buffers of each submodule that has some
@@ -138,6 +139,8 @@ class AttributeWalk:
             # 0.0 == -0.0, nan != nan, and 1 == True.
             self.tokens.append((kind, repr(thing) if kind in (float, complex) else thing))
         elif id(thing) in self.numbers:
+            if isinstance(thing, nn.Module):
+                self.paths[id(thing)].append(self.label(len(self.tokens)))
             self.tokens.append(self.described_before(thing))
         else:
             self.numbers[id(thing)] = len(self.numbers)
@@ -199,8 +202,9 @@ class AttributeWalk:
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
         wanted = self.names if is_owned else None
-        names, ignored = self._divided(module, attributes, wanted)
-        if wanted is not None and not wanted.is_first:  # the other walk has the rest
+        self.paths[id(module)].append(path := self.label(len(self.tokens)))
+        names, ignored = self._divided(module, attributes, wanted, path)
+        if wanted is not None and wanted.known:  # the other walk has the rest
             self._describe_more(module, attributes, names, ignored)
             return
         read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
@@ -220,14 +224,14 @@ class AttributeWalk:
                 self._describe_item(attributes, name, depth + 1)
 
     def _divided(
-        self, module: nn.Module, attributes: dict[str, Any], wanted: Names | None
+        self, module: nn.Module, attributes: dict[str, Any], wanted: Names | None, path: str
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the attributes that are described, and those that are not, though torch does not set them."""
         kind, own = type(module), [name for name in attributes if name not in IGNORED]
         names = tuple(
             name
             for name in own
-            if (id(module), name) not in self.ignored and (wanted is None or wanted.has(kind, name))
+            if (id(module), name) not in self.ignored and (wanted is None or wanted.has(path, kind, name))
         )
         return names, tuple(name for name in own if name not in names)
 

@@ -21,7 +21,7 @@ from threading import get_ident
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 from unittest.mock import patch
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import CaptureError
 from ..system.entered_code import PACKAGES, is_watched
+from ..system.frames import MEMGRAPH
 
 REAL = "_memgraph_real"
 UNCOMPARED = (
@@ -43,6 +44,8 @@ UNCOMPARED = (
     "is_shared",
     "is_inference",
 )
+# These look for one name in all attributes, which was asked for before.
+FINDING = frozenset(each.__code__ for each in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__))
 ID, EQUAL = id, Tensor.__eq__
 LEAF: Any = Tensor.is_leaf  # a fact of a call, as `grad_fn is None` is, and so is the type
 KINDS = (optim.Optimizer, LRScheduler, Distribution, GradScaler, Sampler, Dataset, DataLoader)
@@ -79,6 +82,22 @@ def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
         for kind in KINDS:
             for name, function in watched(kind).items():
                 stack.enter_context(patch.object(kind, name, function))
+        yield
+
+
+@contextmanager
+def noting_modules(note: Callable[[nn.Module, str], object]) -> Iterator[None]:
+    """Tell `note` of each attribute of a module that the block reads, whether it is there or not."""
+    thread, get = get_ident(), nn.Module.__getattribute__
+
+    def read(module: nn.Module, name: str) -> Any:
+        if get_ident() == thread:
+            code = sys._getframe(1).f_code
+            if code not in FINDING and not code.co_filename.startswith(MEMGRAPH):
+                note(module, name)
+        return get(module, name)
+
+    with patch.object(nn.Module, "__getattribute__", read):
         yield
 
 

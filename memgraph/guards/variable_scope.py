@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .code_reads import library_loads
-
+# What reads all attributes of a thing.
+WHOLE = ("__dict__", "__dir__", "__getstate__", "__reduce_ex__", "__reduce__", "__copy__", "__deepcopy__")
 CLOSED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, functools.partial, nn.Module)
 
 
@@ -126,22 +126,45 @@ def _is_closed(name: str, value: Any) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Names:
+    """Attributes of submodules that a capture was the first to read; each a path and a name.
+
+    Attributes:
+        read: by this capture; None for all.
+        known: by those before it.
+    """
+
+    read: frozenset[tuple[str, str]] | None
+    known: frozenset[tuple[str, str]] = frozenset()
+
+    def has(self, path: str, kind: type, name: str) -> bool:
+        """Return True for an attribute of a submodule, which is of this class."""
+        if "__getattribute__" in overridden(kind):  # nothing tells what is read
+            return not self.known
+        return not _has(self.known, path, name) and (self.read is None or _has(self.read, path, name))
+
+
+def _has(read: frozenset[tuple[str, str]], path: str, name: str) -> bool:
+    return (path, name) in read or any((path, whole) in read for whole in WHOLE)
+
+
+@functools.lru_cache(4096)
+def overridden(kind: type) -> frozenset[str]:
+    """Return the names that classes between a class and `nn.Module` have."""
+    return frozenset(name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base))
+
+
 @dataclass(frozen=True, eq=False)
 class Reads:
     """The places and functions on which a graph rests outside of attributes.
 
     Attributes:
         changed: the variables that forward itself has changed; it does so in no other way in the next call.
-        loads: the names of attributes that what ran takes; None if it takes some by names that it computes.
+        attributes: those of submodules that were read, each the id of one and a name; None if that is not known.
     """
 
     scopes: tuple[Scope, ...] = ()
     functions: tuple[FunctionType, ...] = ()
     changed: tuple[OuterVariable, ...] = ()
-    loads: frozenset[str] | None = None
-
-    def takes(self, kind: type, name: str) -> bool:
-        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
-        if self.loads is None or name in self.loads:
-            return True
-        return any(name in library_loads(base) for base in kind.__mro__)
+    attributes: frozenset[tuple[int, str]] | None = None

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
-from .code_reads import CodeReads, code_reads, mentions_any
+from .code_reads import CodeReads, code_reads, library_loads, mentions_any
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
 from .module_attributes import CONSTANTS, STATES
 from .module_proxy import ModuleProxy
@@ -89,7 +89,7 @@ class WhatRan:
         self.codes: dict[CodeType, Entered] = {}
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
-        self._loads = set[str]()
+        self._loads, self._attributes = set[str](), set[tuple[int, str]]()
         self.takes_any = False
         self._whole: dict[int, Whole] = {}
         self._seen, self._taken = set[int](), set[int]()  # functions, and objects all of whose attributes count
@@ -128,20 +128,19 @@ class WhatRan:
             for value in scope.content().values():
                 if isinstance(value, FunctionCache):
                     self._hold(value)
-        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), self.loads)
+        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), frozenset(self._attributes))
 
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
         return variable.name in self._known.get(id(variable.scope.owner), ())
 
     def takes(self, kind: type, name: str) -> bool:
-        """Return True as `Reads.takes`, by now."""
-        return Reads(loads=self.loads).takes(kind, name)
+        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
+        return self.takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
 
-    @property
-    def loads(self) -> frozenset[str] | None:
-        """The names of attributes that are taken; None for any."""
-        return None if self.takes_any else frozenset(self._loads)
+    def read_attribute(self, part: nn.Module, name: str) -> None:
+        """Note that an attribute of a module is read."""
+        self._attributes.add((id(part), name))
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""

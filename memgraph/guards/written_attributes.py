@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from ..tensors.pytree import CONSTANTS, Spec, flatten
 from .containers import restore_container
+from .variable_scope import overridden
 from .what_ran import WhatRan
 
 
@@ -182,8 +183,8 @@ class AttributeWatch:
 def can_hide(attribute: Attribute) -> bool:
     """Return True if an attribute that is gone is asked for in a way that can be watched."""
     kind: Any = type(attribute.part())
-    finds = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
-    return finds and not any(attribute.name in vars(base) for base in kind.__mro__)
+    has_own = not overridden(kind).isdisjoint(("__getattr__", "__getattribute__"))
+    return not has_own and not any(attribute.name in vars(base) for base in kind.__mro__)
 
 
 def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attribute]) -> tuple[list[Any], Spec]:
