@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
 from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array
+from .module_proxy import ModuleProxy
 from .read_dicts import ReadDicts, size_of
 from .variable_scope import Names
 
@@ -201,7 +202,8 @@ class AttributeWalk:
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
-        wanted = self.names if is_owned else None
+        # What a proxy has is read by the code of this package, which tells nobody.
+        wanted = self.names if is_owned and not issubclass(type(module), ModuleProxy) else None
         self.paths[id(module)].append(path := self.label(len(self.tokens)))
         names, ignored = self._divided(module, attributes, wanted, path)
         if wanted is not None and wanted.known:  # the other walk has the rest

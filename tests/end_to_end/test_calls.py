@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 import memgraph
 from memgraph.planning import variants
@@ -176,13 +175,7 @@ def test_outputs_may_be_changed_in_place_where_backward_does_not_need_them() -> 
     assert_alike(loop, lambda: Function(lambda linear, x: linear(x)))
 
 
-VIEW = pytest.mark.xfail(
-    strict=True, reason="autograd refuses: it takes the view inside the step for one that the Function made"
-)
-NO_VIEW = () if TorchVersion(torch.__version__) >= "2.15" else VIEW  # from then on a product of matrices is none
-
-
-@pytest.mark.parametrize("shape", [pytest.param("view", marks=VIEW), pytest.param("matmul", marks=NO_VIEW)])
+@pytest.mark.parametrize("shape", ["view", "matmul"])
 def test_outputs_that_are_views_of_values_may_be_changed_in_place(shape: str) -> None:
     def loop(model: Any) -> list[Fact]:
         out = model(batch().unflatten(0, (2, 3)))

@@ -100,6 +100,35 @@ def test_steps_are_eagers_and_captured_where_what_is_read_differs(
     assert sum("is captured, priced and planned" in record.getMessage() for record in caplog.records) <= captures
 
 
+def test_with_a_loss_what_forward_reads_counts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy stands around the module then, and reads it in code of this package."""
+    torch.manual_seed(0)
+    plain = Net().eval()
+    net = copy.deepcopy(plain)
+    model = memgraph.compile(net, "1GB", loss=lambda out: out.square().mean())
+    with caplog.at_level(logging.INFO, "memgraph"):
+        for step in range(6):
+            ours, theirs = model(torch.ones(2, 4)), plain(torch.ones(2, 4)).square().mean()
+            assert torch.equal(ours, theirs)
+            for each in (plain, net):
+                doubled(each, step, theirs)
+    assert sum("is captured, priced and planned" in record.getMessage() for record in caplog.records) == 2
+    for each in (plain, net):
+        torch.manual_seed(1)
+        each.tail.append(nn.Linear(4, 4))
+    assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)).square().mean())
+
+
+def test_a_layer_that_takes_the_place_of_another_counts_with_what_is_read_of_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1))
+    plain = copy.deepcopy(net)
+    model = memgraph.compile(net, "1GB")
+    for slope in (0.1, 0.5, 0.9):
+        net[1], plain[1] = nn.LeakyReLU(slope), nn.LeakyReLU(slope)
+        assert torch.equal(model(-torch.ones(2, 4)), plain(-torch.ones(2, 4)))
+
+
 def test_an_attribute_that_is_read_later_counts_again() -> None:
     torch.manual_seed(0)
     plain: Any = Branching()

@@ -72,7 +72,7 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
         (put("kind", "mean"), {}, "kind is 'mean', and was 'sum'"),
         (put("alpha", 2), {}, "alpha is 2, and was 0.5"),
         (lambda model: other_global(), {}, "SCALE is 2.0, and was 1.0"),
-        (lambda model: model.eval(), {}, "training is False, and was True; linear.training is False, and was True; "),
+        (lambda model: model.eval(), {}, "drop.training is False, and was True"),
         (lambda model: None, {"mask": torch.ones(2)}, "the structure of the arguments has changed"),
         (lambda model: model.linear.requires_grad_(False), {}, "linear.weight is float32 4 x 4 on cpu, and was "),
         (lambda model: model(torch.ones(2, 4)).sum().backward(), {}, "gradients exist"),
