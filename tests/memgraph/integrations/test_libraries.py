@@ -17,9 +17,13 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.optim.optimizer_profiler import update_nbytes
 from memgraph.profile.memory_meter import resident_bytes
+from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.tensors.parameter_groups import state_tensors
+from memgraph.tensors.state_leaves import state_leaves
 from tests.end_to_end.test_trainer import WORDS, gpt2, history, trainer_of
 from tests.support.compare import ROOM
+from tests.support.smallest_budget import smallest_of
+from tests.support.streamed_state import assert_kept, batch, chain, loss
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")]
 LETTERS = ["<pad>", "<eos>", "<unk>", *map(chr, range(97, 123))]
@@ -179,6 +183,33 @@ def test_states_of_few_bits_are_counted_and_keep_their_bits(library: str, name: 
     assert all(map(torch.equal, *found))
     assert isinstance(step, memgraph.CompiledModule) and step.plan.counted and not step.plan.beyond
     assert update_nbytes(optimizer)[0] >= resident_bytes(state_tensors(optimizer)) > 0
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "leaf"),
+    [
+        ("bitsandbytes", "AdamW8bit", "state1"),
+        ("bitsandbytes", "Lion8bit", "state1"),
+        ("torchao", "AdamW8bit", "exp_avg.codes"),
+        ("torchao", "AdamW4bit", "exp_avg.codes"),
+    ],
+)
+def test_states_of_few_bits_are_on_disk_and_keep_their_bits(library: str, name: str, leaf: str) -> None:
+    optim = pytest.importorskip(f"{library}.optim")
+    plain, module = chain(10), chain(10)
+    theirs, ours = (getattr(optim, name)(each.parameters(), lr=1e-2) for each in (plain, module))
+    wishes: dict[str, Any] = {"budget": 1, "optimizer": ours, "loss": loss, "time_limit": 0}
+    budget = int(1.05 * smallest_of(lambda: memgraph.plan(module, batch(), **wishes)))
+    model = memgraph.compile(module, budget, optimizer=ours, loss=loss, time_limit=0)
+    for seed in range(4):
+        for run, optimizer in ((lambda x: loss(plain(x)), theirs), (model, ours)):
+            optimizer.zero_grad()
+            run(batch(seed)).backward()
+            optimizer.step()
+        assert all(map(torch.equal, plain.parameters(), module.parameters()))
+    found = {each.name for state in ours.state.values() for each in state_leaves(state) if is_offloaded(each.tensor)}
+    assert leaf in found
+    assert_kept(model, budget)
 
 
 def observed() -> nn.Module:
