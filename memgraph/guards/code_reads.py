@@ -135,12 +135,8 @@ def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
 @functools.cache
 def library_loads(base: type) -> frozenset[str]:
     """Return the attributes that the methods of a class of torch's take: nothing tells when these are entered."""
-    return frozenset() if is_open(base) or base in (object, nn.Module) else method_loads(base)
-
-
-@functools.cache
-def method_loads(base: type) -> frozenset[str]:
-    """Return the attributes that the methods of a class take."""
+    if is_open(base) or base in (object, nn.Module):
+        return frozenset()
     functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
     return frozenset(name for each in functions for name in code_reads(each.__code__).loads)
 

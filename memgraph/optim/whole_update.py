@@ -18,11 +18,10 @@ from ..storage.mapped_storage import BufferLocation
 from ..tensors.parameter_groups import parameter_groups
 from ..tensors.state_leaves import state_leaves
 from .elementwise import unhooked_step
+from .optimizer_profiler import UNLIMITED
 from .update_operands import GRADIENT, PARAMETER, LayoutsOf, ParameterPredicate, ParameterUpdate, whole_updates
 from .window_views import WindowView, WriteBack
 from .windowed_update import WindowedUpdate
-
-UNLIMITED = 1 << 62  # bytes of a window: each is as large as its parameter wants
 
 
 class WholeUpdate(WindowedUpdate):
