@@ -202,7 +202,7 @@ class AttributeWalk:
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
-        # What a proxy has is read by the code of this package, which tells nobody.
+        # What a proxy has is read by the code of this package, which is not noted.
         wanted = self.names if is_owned and not issubclass(type(module), ModuleProxy) else None
         self.paths[id(module)].append(path := self.label(len(self.tokens)))
         names, ignored = self._divided(module, attributes, wanted, path)
