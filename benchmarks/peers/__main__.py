@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,7 @@ from .history import History, changes
 from .models import MODELS, Model
 from .plot import svg
 from .row import Ratio, Row, table
-from .steps import WAYS, PeerStep, Taken
+from .steps import WAYS, Foretold, PeerStep, Taken
 
 OURS = "memgraph at "  # followed by the way whose peak is the budget
 
@@ -90,7 +91,7 @@ class Steps:
         self.seconds: dict[str, list[float]] = {}
         self.taken: dict[str, list[Taken]] = {}
         self.anonymous: dict[str, int] = {}
-        self.forecasts: dict[str, tuple[int, float, float]] = {}
+        self.forecasts: dict[str, Foretold] = {}
 
     def begin(self, name: str, *given: Any) -> int | str:
         """Start the process of a step; return its peak bytes, or why it does not run.
@@ -127,13 +128,14 @@ class Steps:
         """Return the row of a peer: its bytes, and ratios of its seconds and memgraph's."""
         ours = OURS + peer
         is_eager = peer == "eager"
-        forecast, forecast_ms, alone_ms = self.forecasts.get(ours, (None, None, None))
+        told = self.forecasts.get(ours)
+        nbytes, alone_ms, ms, repriced_ms = astuple(told) if told else (None,) * 4
         return Row(
             self.model, peer, self.peaks["eager"], self.peaks.get(peer), self._ms(peer),
             None if is_eager else self._ratio(peer, "eager"), self.peaks.get(ours), self._ratio(ours, peer),
             None if is_eager else self._ratio(ours, "eager"),
             self.whys.get(peer) or self.whys.get(ours, ""), self.anonymous.get(peer), self.anonymous.get(ours),
-            forecast, alone_ms, forecast_ms, self._cpu(ours, peer), self._faults(peer), self._faults(ours),
+            nbytes, alone_ms, ms, self._cpu(ours, peer), self._faults(peer), self._faults(ours), repriced_ms,
         )  # fmt: skip
 
     def _ms(self, name: str) -> float | None:

@@ -18,7 +18,7 @@ from benchmarks.clock import Pairs, middle
 
 COLUMNS = (
     ("model", "peer", "peak MB", "of eager", "step ms", "over eager", "ours MB", "ours over peer", "its CPU")
-    + ("ours over eager", "forecast", "anon MB", "ours anon", "faults", "ours faults")
+    + ("ours over eager", "forecast", "repriced", "anon MB", "ours anon", "faults", "ours faults")
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ class Row:
         forecast: bytes that memgraph forecasts, in that process.
         ms: median of the peer's step.
         alone_ms, forecast_ms: median of memgraph's steps that follow each other, and what it forecast before any.
+        repriced_ms: the forecast at the times that its own ops took in one of the first steps.
         cpu_over_peer: ratio of the processor seconds, of all threads.
         faults, ours_faults: new pages of a step, at the median.
         why: why memgraph or the peer did not run, in words.
@@ -77,6 +78,7 @@ class Row:
     cpu_over_peer: Ratio | None = None
     faults: int | None = None
     ours_faults: int | None = None
+    repriced_ms: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -102,15 +104,19 @@ def table(rows: Iterable[Row], title: str) -> Table:
     shown = Table(*COLUMNS, title=title, title_justify="left", box=None)
     for row in rows:
         share = "" if row.peak is None else f"{row.peak / row.eager:.0%}"
-        off = "" if row.forecast_ms is None or row.alone_ms is None else f"{row.forecast_ms / row.alone_ms - 1:+.1%}"
+        off, repriced = _off(row.forecast_ms, row.alone_ms), _off(row.repriced_ms, row.alone_ms)
         ours = row.why if row.ours is None else _mb(row.ours)
         shown.add_row(
             row.model, row.peer, _mb(row.peak), share, _number(row.ms), _text(row.over_eager), ours,
             _text(row.over_peer), "" if row.cpu_over_peer is None else f"{row.cpu_over_peer.median:.3f}",
-            _text(row.ours_over_eager), off, _mb(row.anonymous), _mb(row.ours_anonymous), _number(row.faults),
+            _text(row.ours_over_eager), off, repriced, _mb(row.anonymous), _mb(row.ours_anonymous), _number(row.faults),
             _number(row.ours_faults),
         )  # fmt: skip
     return shown
+
+
+def _off(forecast: float | None, taken: float | None) -> str:
+    return "" if forecast is None or taken is None else f"{forecast / taken - 1:+.1%}"
 
 
 def _text(ratio: Ratio | None) -> str:

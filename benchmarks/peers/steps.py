@@ -79,6 +79,19 @@ class Taken:
     faults: int
 
 
+@dataclass(frozen=True)
+class Foretold:
+    """memgraph's forecasts of a step, and the milliseconds of steps that follow each other.
+
+    `repriced_ms` is the forecast at the times that its own ops took in one of the first steps, or else `ms`.
+    """
+
+    nbytes: int
+    alone_ms: float
+    ms: float
+    repriced_ms: float
+
+
 class PeerStep:
     """A step of a model that runs in one way; with a budget, memgraph's beside that way."""
 
@@ -124,11 +137,11 @@ class PeerStep:
         spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         return Taken(spent, after.ru_minflt - before.ru_minflt)
 
-    def forecast(self) -> tuple[int, float, float]:
-        """Return the bytes and the milliseconds of memgraph's forecast, and those of steps that follow each other."""
+    def forecast(self) -> Foretold:
         assert self.ours is not None
-        steps = [seconds_of(self.step) for _ in range(ALONE)]
-        return self.ours.plan.peak, self.ours.plan.predicted_us / 1e3, 1e3 * median(steps[1:])
+        steps, plan = [seconds_of(self.step) for _ in range(ALONE)], self.ours.plan
+        us = plan.predicted_us
+        return Foretold(plan.peak, 1e3 * median(steps[1:]), us / 1e3, (plan.repriced_us or us) / 1e3)
 
     def end(self) -> None:
         """Drop the model, its batch, its gradients and its plan, and give freed memory back to the system."""

@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from ..capture.joint.leaf_inputs import rewrite_leaf_inputs
 from ..errors import BudgetError, FusedError, MemgraphError, NoPlanError
+from ..guards.module_attributes import HOOKS
 from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
 from ..planning.planner import Planner
@@ -58,7 +59,9 @@ class CompiledModule(ModuleProxy):
             MemgraphError: this object's `forward` was replaced by one that does not call the planned one.
         """
         calls = self._calls
-        result = super().__call__(*args, **kwargs)
+        # Hooks of all modules run in the step, on the module itself.
+        call = super().__call__ if any(map(vars(self).get, HOOKS)) else self.forward
+        result = call(*args, **kwargs)
         if calls == self._calls and torch.is_grad_enabled():
             raise MemgraphError(
                 f"forward of this compiled {self._get_name()} was replaced, and the new one runs no planned step, so "

@@ -110,12 +110,18 @@ class AttributeGuard:
         if asked and reads.attributes is not None:
             read = frozenset((path, name) for number, name in reads.attributes for path in asked[0].paths[number])
         if not self._names:
-            self._names.append(Names(None if not asked or asked[0].is_stale() else read))
+            is_known = asked and not asked[0].is_stale()
+            self._names.append(Names(read, reads.named) if is_known else Names(None))
             self._walk = None
             return self._names[0].read is not None
+        if self._names[0].read is None:
+            return False
         known = frozenset[tuple[str, str]]().union(*(each.read or () for each in self._names))
-        if self._names[0].read is not None and (read is None or not read <= known):
-            self._names.append(Names(read, known))
+        named = [each.named for each in self._names]
+        if asked and asked[0].has_unnamed and not _covers(named, reads.named):
+            known = frozenset()  # these attributes are described once more, as objects in them have more that counts
+        if read is None or not read <= known:
+            self._names.append(Names(read, reads.named, known))
             self._order.append((True, len(self._names) - 1))
         return False
 
@@ -181,3 +187,10 @@ class AttributeGuard:
         """Return what a token of the latest groups stands for: the path of an attribute, or a variable."""
         group, index = place
         return self._asked[group - ATTRIBUTES].label(index)
+
+
+def _covers(known: Sequence[frozenset[str] | None], named: frozenset[str] | None) -> bool:
+    """Return True if earlier names are all that there are, or have the others among them."""
+    if None in known:
+        return True
+    return named is not None and named <= frozenset[str]().union(*(each or () for each in known))

@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensor
 from ..errors import CaptureError
 from ..tensors.traced_number import TracedFloat, TracedInt
 from .containers import RESTORED, has_same_items, items_of, restore_container
-from .contents import IdentityKey
-from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, slots
+from .contents import IdentityKey, slots
+from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk
 from .module_proxy import all_submodules
 from .outer_snapshot import OuterSnapshot, holds
 from .what_ran import WhatRan

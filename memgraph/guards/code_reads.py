@@ -30,7 +30,9 @@ BY_NAME = frozenset({"getattr", "hasattr"})  # functions whose second argument i
 BY_TEXT = frozenset({"import_module", "modules", "__import__"})  # what finds a module by its name
 BY_FORMAT = frozenset({"format", "format_map", "vformat"})  # methods of texts
 FIELD = re.compile(r"[.\[]([^\W\d]\w*)")
-ANY_NAME = frozenset({"vars", "dir", "attrgetter", "asdict", "__dict__"})  # what reads attributes of any name
+ANY_NAME = frozenset(
+    {"vars", "dir", "attrgetter", "asdict", "astuple", "__dict__"}
+)  # what reads attributes of any name
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,22 @@ def inside_of(thing: Any) -> Sequence[Any]:
     return [*thing.flat] if is_array(thing) and holds_objects(thing) else ()
 
 
+def is_weak(thing: Any) -> bool:
+    """Return True for a weak reference or a proxy, which passes for what it stands for."""
+    return issubclass(type(thing), (weakref.ref, *weakref.ProxyTypes))
+
+
+def referent_of(weak: Any) -> Any:
+    """Return what a weak reference or a proxy stands for, of a method its object; None if that is gone."""
+    if issubclass(type(weak), weakref.ref):
+        found = weak()
+        return found.__self__ if isinstance(found, types.MethodType) else found
+    try:
+        return weak.__init__.__self__  # the method that a proxy finds is bound to it
+    except ReferenceError:
+        return None
+
+
 def holds_objects(array: Any) -> bool:
     return not isinstance(array, BUFFERS) and bool(array.dtype.hasobject)
 
@@ -68,3 +84,16 @@ def array_content(array: Any) -> Hashable:
         return bytes(array)
     by_identity = array.nbytes > MAX_ARRAY_NBYTES
     return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
+
+
+def slots(thing: Any) -> tuple[str, ...]:
+    """Return the names of the `__slots__` of a thing's class, and of its bases'."""
+    kind: Any = type(thing)
+    return _slots_of(kind)
+
+
+@functools.lru_cache(4096)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    groups = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for group in groups for name in ((group,) if isinstance(group, str) else tuple(group))]
+    return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import random
-import sys
 import threading
 import types
 import weakref
@@ -27,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from .cleared_caches import FunctionCache, cleared
-from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array
+from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array, is_weak, referent_of, slots
 from .module_proxy import ModuleProxy
+from .packages import is_configuration, is_from_torch, is_read_by_name
 from .read_dicts import ReadDicts, size_of
 from .variable_scope import Names
 
@@ -49,6 +49,7 @@ STATES: Mapping[type, Callable[[Any], Any]] = {
     threading.local: vars,
     weakref.WeakKeyDictionary: dict,
     weakref.WeakValueDictionary: dict,
+    weakref.WeakSet: dict.fromkeys,
     types.MappingProxyType: dict,
     FunctionCache: cleared,
     logging.Logger: lambda logger: max(logger.getEffectiveLevel(), logger.manager.disable + 1),
@@ -104,6 +105,7 @@ class AttributeWalk:
         self._insides: list[dict[str, Any]] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
+        self.has_unnamed = False  # attributes of objects may be left out
 
     @functools.cached_property
     def group(self) -> tuple[Hashable, ...]:
@@ -167,6 +169,9 @@ class AttributeWalk:
             self.tokens.append(tuple(values))
 
     def _describe_new(self, thing: Any, depth: int) -> None:
+        if is_weak(thing):
+            self._describe_weak(thing, depth)
+            return
         if isinstance(thing, Tensor):
             self._describe_tensor(thing)
             return
@@ -177,15 +182,15 @@ class AttributeWalk:
             self._check(lambda: array_content(thing))
             self.tokens += [IdentityKey(type(thing)), array_content(thing)]
         elif (read := STATES.get(type(thing))) is not None:
-            self._check(lambda: _identities(read(thing)))
+            self._check_identities(lambda: _contents(read(thing)))
             self.tokens.append(IdentityKey(thing))
             self.describe(read(thing), depth + 1)
         elif inside := inside_of(thing):
-            self._check(lambda: [*map(id, inside_of(thing))])
+            self._check_identities(lambda: inside_of(thing))
             self.tokens.append(IdentityKey(thing))
             for each in inside:
                 self.describe(each, depth + 1)
-        elif depth >= self.max_depth or isinstance(thing, OPAQUE) or _is_from_torch(thing):
+        elif depth >= self.max_depth or isinstance(thing, OPAQUE) or is_from_torch(thing):
             self.tokens.append(IdentityKey(thing))
         else:
             self._describe_object(thing, depth)
@@ -193,12 +198,19 @@ class AttributeWalk:
     def _describe_tensor(self, tensor: Tensor) -> None:
         """The graph reads the tensor itself, so its values do not matter."""
         reference = weakref.ref(tensor)
-        self._check(lambda: reference() is None)
         if id(tensor) in self.inputs:
+            self._check(lambda: reference() is None)
             self.tokens.append(("input", self.inputs[id(tensor)]))
         else:
-            layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
-            self.tokens += [IdentityKey(tensor), layout]
+            self._check(lambda: _layout(reference()))
+            self.tokens += [IdentityKey(tensor), _layout(tensor)]
+
+    def _describe_weak(self, thing: Any, depth: int) -> None:
+        """Describe the thing behind a weak reference or a proxy as if it was there itself."""
+        self._alive.append(thing)
+        self._check(lambda: id(referent_of(thing)))
+        self.tokens.append(IdentityKey(type(thing)))
+        self.describe(referent_of(thing), depth + 1)
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
@@ -247,12 +259,12 @@ class AttributeWalk:
             self._describe_item(attributes, name, 1)
         self._describe_children(attributes["_modules"])
 
-    def _read_attributes(
-        self, module: nn.Module, attributes: dict[str, Any], read: Any, ignored: tuple[str, ...]
-    ) -> None:
+    def _read_attributes(self, thing: Any, attributes: dict[str, Any], read: Any, ignored: tuple[str, ...]) -> None:
         found = read(attributes)
         self._keep(found)
-        self._note_type(module, attributes)
+        self._typed.append(thing)
+        self._types.append(type(thing))
+        self._insides.append(attributes)
         if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
             self._check(lambda: (size_of(attributes, ignored), *map(id, read(attributes))))
         else:
@@ -288,17 +300,29 @@ class AttributeWalk:
             self._describe_container(thing, depth)
         attributes = getattr(thing, "__dict__", None)
         if isinstance(attributes, dict):
-            self._note_type(thing, attributes)
-            self._describe_mapping(
-                attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset(), True
-            )
+            self._describe_attributes(thing, attributes, depth)
         self._describe_slots(thing, depth)
         if not (is_container or slots(thing)) and attributes is None:
             self.tokens.append(IdentityKey(thing))
 
+    def _describe_attributes(self, thing: Any, attributes: dict[str, Any], depth: int) -> None:
+        """Describe those of an object that code names which ran, and all if its class may read them otherwise."""
+        left_out = WRITTEN_BY_SAVE & attributes.keys() if is_configuration(thing) else frozenset()
+        kind: Any = type(thing)
+        if self.names is not None and self.names.named is not None and is_read_by_name(kind):
+            self.has_unnamed = True
+            left_out |= attributes.keys() - self.names.named
+        names, ignored = tuple(name for name in attributes if name not in left_out), tuple(left_out)
+        self._read_attributes(thing, attributes, lambda found: tuple(map(found.__getitem__, names)), ignored)
+        self.containers.append(attributes)
+        self.tokens.append(tuple(map(_item_key, names)))
+        self._describe_keys(names, depth)
+        for name in names:
+            self._describe_item(attributes, name, depth + 1)
+
     def _describe_slots(self, thing: Any, depth: int) -> None:
         if named := slots(thing):
-            self._check(lambda: [id(getattr(thing, name, None)) for name in named])
+            self._check_identities(lambda: [getattr(thing, name, None) for name in named])
             for name in named:
                 self._describe_named(getattr(thing, name, None), name, depth + 1)
 
@@ -306,7 +330,7 @@ class AttributeWalk:
         if isinstance(thing, dict):
             self._describe_mapping(thing, depth)
             if isinstance(thing, defaultdict):
-                self._check(lambda: id(thing.default_factory))
+                self._check_identities(lambda: [thing.default_factory])
                 self._describe_named(thing.default_factory, "default_factory", depth + 1)
         elif isinstance(thing, set | frozenset):
             if isinstance(thing, set):
@@ -323,15 +347,11 @@ class AttributeWalk:
             for index, item in enumerate(thing):
                 self._describe_named(item, index, depth + 1)
 
-    def _describe_mapping(
-        self, mapping: dict[Any, Any], depth: int, ignored: Set[str] = frozenset(), is_of_object: bool = False
-    ) -> None:  # fmt: skip
-        self._check_mapping(mapping, is_of_object)
+    def _describe_mapping(self, mapping: dict[Any, Any], depth: int) -> None:
+        self._check_mapping(mapping)
         self.tokens.append(tuple(map(_item_key, mapping)))
         self._describe_keys(mapping, depth)
         for name, value in mapping.items():
-            if name in ignored:
-                continue
             if type(mapping) is dict:
                 self._describe_item(mapping, name, depth + 1)
             else:
@@ -342,21 +362,20 @@ class AttributeWalk:
             if type(key) not in CONSTANTS:
                 self.describe(key, depth + 1)
 
-    def _check_mapping(self, mapping: dict[Any, Any], is_of_object: bool = False) -> None:
+    def _check_mapping(self, mapping: dict[Any, Any]) -> None:
         self._keep(mapping.values())
         self.containers.append(mapping)
         if type(mapping) is dict and not any(isinstance(each, Tensor) for each in mapping.values()):
-            self._dicts.add(mapping, _all_items, is_of_object)
+            self._dicts.add(mapping, _all_items)
         else:
             self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
 
-    def _note_type(self, thing: Any, inside: dict[str, Any]) -> None:
-        self._typed.append(thing)
-        self._types.append(type(thing))
-        self._insides.append(inside)
-
     def _check(self, read: Callable[[], object]) -> None:
         self._checks.append(Check(read, read()))
+
+    def _check_identities(self, read: Callable[[], Iterable[Any]]) -> None:
+        self._keep(read())  # so that none is at the address of another
+        self._check(lambda: [*map(id, read())])
 
     def _keep(self, things: Iterable[Any]) -> None:
         self._alive += [thing for thing in things if not isinstance(thing, Tensor)]
@@ -366,33 +385,14 @@ def _all_items(mapping: dict[Any, Any]) -> tuple[Any, ...]:
     return *mapping, *mapping.values()
 
 
-def _identities(state: Any) -> object:
-    if isinstance(state, dict):
-        return [*map(id, state), *map(id, state.values())]
-    return state if isinstance(state, int) else id(state)
+def _contents(state: Any) -> Iterable[Any]:
+    return (*state, *state.values()) if isinstance(state, dict) else (state,)
+
+
+def _layout(tensor: Tensor | None) -> Hashable:
+    """Return what may change of a tensor while it stays the same one."""
+    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def _item_key(thing: Any) -> Hashable:
     return (type(thing), thing) if type(thing) in CONSTANTS else IdentityKey(thing)
-
-
-def _is_configuration(thing: Any) -> bool:
-    return isinstance(thing, getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ()))
-
-
-def _is_from_torch(thing: Any) -> bool:
-    """Optimizers, handles of hooks, process groups: their insides change, and forward does not read them."""
-    return type(thing).__module__.partition(".")[0] == "torch" and type(thing) is not torch.Size
-
-
-def slots(thing: Any) -> tuple[str, ...]:
-    """Return the names of the `__slots__` of a thing's class, and of its bases'."""
-    kind: Any = type(thing)
-    return _slots_of(kind)
-
-
-@functools.lru_cache(4096)
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    groups = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for group in groups for name in ((group,) if isinstance(group, str) else tuple(group))]
-    return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))

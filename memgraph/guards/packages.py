@@ -13,12 +13,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ..system.entered_code import PACKAGES, is_watched
 
 
 def is_open(kind: type) -> bool:
     """Return True for a class whose attributes may count: one of the user's, or of an installed package."""
     return not is_library(module_of(kind))
+
+
+@functools.lru_cache(4096)
+def is_read_by_name(kind: type) -> bool:
+    """Return True for a class whose attributes are read by code alone that names them, and that is told of."""
+    is_plain = getattr(kind, "__getattribute__", None) is object.__getattribute__
+    return is_plain and all(is_open(base) for base in kind.__mro__[:-1])
 
 
 def is_installed(thing: Any) -> bool:
@@ -47,3 +56,12 @@ def _file(name: str) -> Path:
         if file := getattr(sys.modules.get(each), "__file__", None):
             return Path(file)
     return Path()
+
+
+def is_configuration(thing: Any) -> bool:
+    return isinstance(thing, getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ()))
+
+
+def is_from_torch(thing: Any) -> bool:
+    """Optimizers, handles of hooks, process groups: their insides change, and forward does not read them."""
+    return type(thing).__module__.partition(".")[0] == "torch" and type(thing) is not torch.Size

@@ -20,6 +20,7 @@ from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
 from .assumptions import Facts, TensorFact
 from .attribute_guard import AttributeGuard
+from .contents import IdentityKey
 from .owned_tensors import has_hooks, layout_of
 
 GLOBAL_HOOKS = (
@@ -126,7 +127,7 @@ def _modes() -> tuple[Hashable, ...]:
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.get_default_device(),
-        tuple(id(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
+        tuple(IdentityKey(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
         kernel_modes(),
         tuple(mode() for mode in OTHER_MODES),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from enum import Enum
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .contents import IdentityKey
+from .contents import IdentityKey, is_weak
 from .module_attributes import CONSTANTS, STATES, AttributeWalk
 from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
@@ -137,11 +136,8 @@ class VariableWalk(PlainWalk):
             self._alive.append(thing)
             self.tokens.append(IdentityKey(thing))
             return
-        if kind is weakref.ReferenceType:
-            self._alive.append(thing)
-            self.tokens.append(IdentityKey(thing))
-            self._check(lambda: id(thing()))
-            self.describe(thing(), depth + 1)
+        if is_weak(thing):
+            self._describe_weak(thing, depth)
             return
         is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
         if kind in STATES or is_object:

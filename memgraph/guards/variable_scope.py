@@ -132,10 +132,12 @@ class Names:
 
     Attributes:
         read: by this capture; None for all.
+        named: the names of attributes of objects in these that count; None for all.
         known: by those before it.
     """
 
     read: frozenset[tuple[str, str]] | None
+    named: frozenset[str] | None = None
     known: frozenset[tuple[str, str]] = frozenset()
 
     def has(self, path: str, kind: type, name: str) -> bool:
@@ -162,9 +164,11 @@ class Reads:
     Attributes:
         changed: the variables that forward itself has changed; it does so in no other way in the next call.
         attributes: those of submodules that were read, each the id of one and a name; None if that is not known.
+        named: names of attributes that code which ran takes of objects; None if it computes some.
     """
 
     scopes: tuple[Scope, ...] = ()
     functions: tuple[FunctionType, ...] = ()
     changed: tuple[OuterVariable, ...] = ()
     attributes: frozenset[tuple[int, str]] | None = None
+    named: frozenset[str] | None = None

@@ -89,7 +89,7 @@ class WhatRan:
         self.codes: dict[CodeType, Entered] = {}
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
-        self._loads, self._attributes = set[str](), set[tuple[int, str]]()
+        self._loads, self._stores, self._attributes = set[str](), set[str](), set[tuple[int, str]]()
         self.takes_any = False
         self._whole: dict[int, Whole] = {}
         self._seen, self._taken = set[int](), set[int]()  # functions, and objects all of whose attributes count
@@ -128,7 +128,8 @@ class WhatRan:
             for value in scope.content().values():
                 if isinstance(value, FunctionCache):
                     self._hold(value)
-        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), frozenset(self._attributes))
+        named = None if self.takes_any else frozenset(self._names - (self._stores - self._loads))
+        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), frozenset(self._attributes), named)
 
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
@@ -194,6 +195,7 @@ class WhatRan:
                 self._own[id(first)] = first  # the call makes it
             self._enter_module(first)
         self._loads |= reads.loads
+        self._stores |= reads.names - reads.loads
         self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
 
     def _enter_part(self, part: nn.Module) -> None:
@@ -298,8 +300,9 @@ class WhatRan:
                 self._hold(each, depth if isinstance(each, WRAPPERS) else depth + 1)
             return
         if isinstance(value, operator.attrgetter | operator.methodcaller):
-            names: Any = value.__reduce__()[1]
-            self._mention({part for text in names for part in str(text).split(".")})
+            names = {part for text in value.__reduce__()[1] for part in str(text).split(".")}
+            self._loads |= names
+            self._mention(names)
         if isinstance(value, FunctionCache):
             for kept in gc.get_referents(value):
                 for result in kept.values() if type(kept) is dict else (kept,):

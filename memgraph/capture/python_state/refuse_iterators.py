@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.module_attributes import CONSTANTS, STATE, slots
+from ...guards.contents import slots
+from ...guards.module_attributes import CONSTANTS, STATE
 from ...guards.variable_scope import Scope
 from ...system.own_generators import OwnStates, is_own, own_generators
 

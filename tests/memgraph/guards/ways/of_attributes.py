@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,54 @@ def _() -> Any:
 
     then = prepared(lambda m, x: x * m.held.param_groups[0]["lr"], prepare)
     return then, on_module(lambda m: m.held.param_groups[0].update(lr=0.25))
+
+
+TARGET = Settings()
+
+
+def weak(hold: Callable[[Any], Any], read: Callable[[Any], Any]) -> Any:
+    """Return a way in which an attribute leads to an object and does not keep it."""
+    TARGET.scale = 2
+    return attribute(lambda: hold(TARGET), lambda m, x: x * read(m.held), lambda m: setattr(TARGET, "scale", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """what is behind a weak reference"""
+    return weak(weakref.ref, lambda held: held().scale)
+
+
+@of("attributes")
+def _() -> Any:
+    """what is behind a weak reference in a list"""
+    return weak(lambda target: [weakref.ref(target)], lambda held: held[0]().scale)
+
+
+@of("attributes")
+def _() -> Any:
+    """what is behind a `weakref.proxy`"""
+    return weak(weakref.proxy, lambda held: held.scale)
+
+
+@of("attributes")
+def _() -> Any:
+    """the object of a `weakref.WeakMethod`"""
+    return weak(lambda target: weakref.WeakMethod(target.doubled), lambda held: held()())
+
+
+@of("attributes")
+def _() -> Any:
+    """whether a tensor that is no buffer requires a gradient, in place"""
+    return attribute(lambda: torch.ones(8), lambda m, x: x * m.held, lambda m: m.held.requires_grad_())
+
+
+@of("attributes")
+def _() -> Any:
+    """the shape of a tensor that is no buffer, in place"""
+    return attribute(lambda: torch.ones(8), lambda m, x: x * len(m.held), lambda m: m.held.unsqueeze_(0))
+
+
+@of("attributes")
+def _() -> Any:
+    """the strides of a tensor that is no buffer, in place"""
+    return attribute(lambda: torch.rand(4, 4), lambda m, x: m.held @ x, lambda m: m.held.t_())

@@ -211,3 +211,34 @@ def _() -> Any:
 def _() -> Any:
     """a generator of numpy of a global"""
     return lambda m, x: x * float(OF_NUMPY.random()), lambda: None
+
+
+PROXY = weakref.proxy(WEAK_TARGET)
+MEMBERS = [Settings(2), Settings(3)]
+WEAK_MEMBERS = weakref.WeakSet(MEMBERS)
+
+
+@of("libraries")
+def _() -> Any:
+    """an object behind a `weakref.proxy`"""
+    WEAK_TARGET.scale = 2
+    return lambda m, x: x * PROXY.scale, lambda: setattr(WEAK_TARGET, "scale", 5)
+
+
+@of("libraries")
+def _() -> Any:
+    """an object in a `weakref.WeakSet`"""
+    MEMBERS[0].scale = 2
+    return lambda m, x: x * sum(each.scale for each in WEAK_MEMBERS), lambda: setattr(MEMBERS[0], "scale", 7)
+
+
+@functools.lru_cache
+def drawn(count: int) -> Tensor:
+    return torch.randn(count)
+
+
+@of("libraries")
+def _() -> Any:
+    """random numbers that a cached function keeps"""
+    drawn.cache_clear()
+    return lambda m, x: x * drawn(8), lambda: None
