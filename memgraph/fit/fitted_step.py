@@ -203,9 +203,8 @@ def _with_update(trace: Trace, graph: StepGraph, model: nn.Module, update: FakeU
     trained = graph.trained
     assert trained.captured is not None
     values = parameter_values(graph.graph, trained.captured, dict(model.named_parameters()))
-    parts = [[value for p in part.parameters for value in values.get(p, ())] for part in trained.parts]
-    sizes = [part.nbytes for part in trained.parts]
+    own, sizes = [values.get(owner, ()) for owner in trained.states], [*trained.states.values()]
     name = type(update.optimizer).__name__
-    trace = add_update_op(trace, name, update.states, update.workspace, sizes, parts)
+    trace = add_update_op(trace, name, update.states, update.workspace, sizes, own)
     nbytes = 2 * update.states + 3 * sum(p.nbytes for p in trained.parameters)  # gradients are only read
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=prices.copied_us(nbytes))))

@@ -22,6 +22,8 @@ from .variable_guard import VariableGuard, VariableWalk
 from .variable_scope import Names, Reads
 from .written_attributes import Attribute, written_attributes
 
+Owned = tuple[dict[str, Any], str]  # the dict of a submodule that has a tensor, and its name there
+
 
 class AttributeGuard:
     """The attributes of a module and the variables that captures have read; these rest on their `groups`.
@@ -41,7 +43,7 @@ class AttributeGuard:
         self._written = written_attributes(module)
         self._written_keys = self._written.keys
         self._facts = TensorFacts([])
-        self._owned: tuple[list[ref[Tensor]], list[ref[Tensor]]] = ([], [])
+        self._owned: tuple[list[Owned], list[Owned]] = ([], [])
         self._owned_by: tuple[AttributeWalk | None, list[int]] = (None, [])
         self._asked: list[AttributeWalk] = []
         self.latest: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -56,12 +58,19 @@ class AttributeGuard:
         """The parameters and buffers of the module, by the latest groups."""
         walk = self._walk
         versions = [] if walk is None else [*map(dict_version, walk.states)]
-        found = [[tensor for each in group if (tensor := each()) is not None] for group in self._owned]
-        is_same = self._owned_by == (walk, versions) and [*map(len, found)] == [*map(len, self._owned)]
-        parameters, buffers = found if walk is not None and is_same else owned_tensors(self.module)
-        if not is_same:
-            self._owned = [*map(ref, parameters)], [*map(ref, buffers)]  # so that no tensor is kept alive
-            self._owned_by = walk, versions
+        if walk is not None and self._owned_by == (walk, versions):
+            parameters, buffers = ([items[name] for items, name in group] for group in self._owned)
+            return parameters, buffers
+        parameters, buffers = owned_tensors(self.module)
+        self._owned_by = walk, versions
+        # Not the tensors, which this would keep alive, nor references to them, with which torch swaps none.
+        places = {
+            id(tensor): (items, name) for items in (walk.states if walk else ()) for name, tensor in items.items()
+        }
+        if places.keys() >= {*map(id, parameters), *map(id, buffers)}:
+            self._owned = [places[id(p)] for p in parameters], [places[id(b)] for b in buffers]
+        else:
+            self._owned_by = None, []
         return parameters, buffers
 
     @property

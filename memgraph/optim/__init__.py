@@ -2,7 +2,7 @@
 
 placement             offload parameters, gradients and states, and reload them for good
 tier_slots            slots of the tier that a graph uses
-state_parts           optimizer states in parts that can be offloaded; what a step trains
+trained_parameters    what a step trains, and the states that may be offloaded
 elementwise           optimizers whose update changes each element independently
 update_unit           how finely a step can be cut: to elements, to parameters, or not at all
 first_state           the state that an optimizer's first step creates

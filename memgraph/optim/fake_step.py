@@ -76,4 +76,4 @@ def _takes_more(func: Any) -> bool:
     """Return True for an op whose kernel may allocate beside its results."""
     space, _, name = str(func).partition(".")
     is_product = name.partition(".")[0] in PRODUCTS or name.startswith(("linalg_", "_linalg_"))
-    return is_product if space == "aten" else space not in ("prims", "profiler")
+    return is_product if space == "aten" else space not in ("prim", "prims", "profiler")

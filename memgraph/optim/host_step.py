@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from ..tensors.parameter_groups import parameter_groups
 from .elementwise import EXACT_DTYPES
 from .optimizer_clone import ClonedOptimizer, StepInput, initial_state
 from .optimizer_profiler import kernel_options
-from .state_parts import StatePart
+from .trained_parameters import Owner
 from .update_operands import ParameterPredicate, ParameterUpdate, UpdateOperand
 
 _element_times: dict[str, float] = {}  # microseconds; a cache, so that nothing is timed twice in a process
@@ -124,18 +124,18 @@ def clone_on_host(optimizer: optim.Optimizer) -> ClonedOptimizer:
     return clone
 
 
-def host_update_rate(optimizer: optim.Optimizer, parts: Sequence[StatePart], nbytes: int) -> float:
-    """Return the bytes of the states of all `parts` that the host updates per microsecond, in windows of `nbytes`.
+def host_update_rate(optimizer: optim.Optimizer, states: Mapping[Owner, int], nbytes: int) -> float:
+    """Return the bytes of all `states` that the host updates per microsecond, in windows of `nbytes`.
 
-    0.0 if there are no parts. A window of made-up parameters is stepped on, in memory that no cache holds.
+    0.0 if there are none. A window of made-up parameters is stepped on, in memory that no cache holds.
     """
     groups = parameter_groups(optimizer)
     counts = Counter[tuple[int, torch.dtype]]()
-    for parameter in (parameter for part in parts for parameter in part.parameters):
+    for parameter in (owner for owner in states if isinstance(owner, Tensor)):
         counts[groups[parameter], parameter.dtype] += parameter.numel()
     clone = clone_on_host(optimizer)
     us = sum(count * _element_us(clone, *kind, nbytes) for kind, count in counts.items())
-    return sum(part.nbytes for part in parts) / us if us else 0.0
+    return sum(states.values()) / us if us else 0.0
 
 
 class DeviceSource(CopySource):

@@ -10,7 +10,7 @@ same whatever budget was asked for. An update uses the window size that the step
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ from ..tensors.parameter_groups import parameter_groups
 from .elementwise import is_elementwise, is_exact
 from .host_step import host_update_rate, reserve_windows
 from .optimizer_profiler import OptimizerProfiler, ParameterKind, states_nbytes
-from .state_parts import Owner, StatePart, is_large
 from .streamed_update import StreamedUpdate
+from .trained_parameters import Owner, is_large
 from .trial_copy import parts_of
-from .update_cost import STATE
+from .update_cost import state_value
 from .update_operands import LayoutsOf
 from .update_unit import UpdateUnit, unit_of, unsupported_reason
 from .window_memory import OffloadedTensors, WindowBytes, whole_bytes, window_bytes
@@ -128,13 +128,13 @@ class OffloadedUpdate:
                 "where they fit, the first call names a budget that works"
             )
 
-    def host_rate(self, parts: Sequence[StatePart]) -> float:
+    def host_rate(self, states: Mapping[Owner, int]) -> float:
         """Return the bytes of states that the host updates per microsecond; 0.0 if it may not, or is the device."""
         if not self.host_update or self.optimizer is None or not isinstance(self.location, PinnedBufferAllocator):
             return 0.0
         if not is_elementwise(self.optimizer):
             return 0.0
-        return host_update_rate(self.optimizer, parts, self.window)
+        return host_update_rate(self.optimizer, states, self.window)
 
     def activate(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> None:
         """Update in windows from now on, and create the states of `owners` in the tier; the host updates some.
@@ -221,13 +221,11 @@ class OffloadedStates:
     window: int | None = None  # bytes, as planned
 
     @classmethod
-    def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
-        """Read from a planned step which `parts` of the states it offloads."""
-        states = [
-            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.offloaded and op.fn == "state"
-        ]
-        owners = tuple(owner for _, part in states for owner in part.owners)
-        host_owners = tuple(owner for op, part in states if op.on_host for owner in part.owners)
+    def of(cls, update: OffloadedUpdate, trace: Trace, states: Iterable[Owner]) -> OffloadedStates:
+        """Read from a planned step which of the states it offloads."""
+        values = {state_value(i): owner for i, owner in enumerate(states)}
+        found = [(op, values[op.name]) for op in trace.ops if op.offloaded and op.fn == "state"]
+        owners, host_owners = tuple(owner for _, owner in found), tuple(owner for op, owner in found if op.on_host)
         return cls(update, owners, host_owners, update.window)
 
     @property

@@ -35,17 +35,17 @@ from .optimizer_profiler import (
     update_nbytes,
     update_us,
 )
-from .state_parts import StatePart, TrainedParameters
+from .trained_parameters import Owner, TrainedParameters
 
-STATE = "optimizer_state"  # one trace value per part of the states, named optimizer_state_<part>
+STATE = "optimizer_state"  # the value of those that stay on the device
 
 
-def parameter_values(graph: fx.Graph, captured: Captured, named: Mapping[str, Tensor]) -> dict[Tensor, tuple[str, ...]]:
+def parameter_values(graph: fx.Graph, captured: Captured, named: Mapping[str, Tensor]) -> dict[Owner, tuple[str, ...]]:
     """Map each parameter of the module to its values and those of its gradient in the trace: one, or one a block."""
     inputs = zip(graph.find_nodes(op="placeholder"), captured.graph_inputs, strict=False)
     outputs = zip(returned_values(graph), captured.graph_outputs, strict=True)
     roles: list[tuple[fx.Node, Input | Output]] = [*inputs, *outputs]
-    values: dict[Tensor, tuple[str, ...]] = {}
+    values: dict[Owner, tuple[str, ...]] = {}
     for node, role in roles:
         if role.kind in ("parameter", "gradient") and role.name in named:
             parameter = named[role.name]
@@ -54,36 +54,34 @@ def parameter_values(graph: fx.Graph, captured: Captured, named: Mapping[str, Te
 
 
 def add_update(
-    trace: Trace, optimizer: torch.optim.Optimizer, trained: TrainedParameters, values: Mapping[Tensor, Sequence[str]],
+    trace: Trace, optimizer: torch.optim.Optimizer, trained: TrainedParameters, values: Mapping[Owner, Sequence[str]],
     window: int = 1 << 62,
 ) -> Trace:  # fmt: skip
     """Return the trace with the optimizer's states among its inputs and its update as its last op.
 
-    All that is trained has a gradient then. Where ops in backward update, there is a part of the states for each
-    parameter, and no more than a window of it is stepped on to measure the time of its update. `values` are those of
-    each parameter: its bytes, and its gradient.
+    All that is trained has a gradient then. Where ops in backward update, no more than a window of a parameter is
+    stepped on to measure the time of its update. `values` are those of each parameter: its bytes, and its gradient.
     """
     if trained.updates:
-        return _with_updates(trace, optimizer, trained.parts, trained.updates, window)
+        return _with_updates(trace, optimizer, trained.states, trained.updates, window)
     nbytes, workspace = update_nbytes(optimizer, trained.parameters)
-    part_values = [[value for p in part.parameters for value in values.get(p, ())] for part in trained.parts]
-    sizes = [part.nbytes for part in trained.parts]
-    return add_update_op(trace, type(optimizer).__name__, nbytes, workspace, sizes, part_values)
+    own = [values.get(owner, ()) for owner in trained.states]
+    return add_update_op(trace, type(optimizer).__name__, nbytes, workspace, [*trained.states.values()], own)
 
 
 def add_update_op(
     trace: Trace, name: str, nbytes: int, workspace: int, sizes: Sequence[int] = (),
-    part_values: Sequence[Sequence[str]] = (),
+    own_values: Sequence[Sequence[str]] = (),
 ) -> Trace:  # fmt: skip
-    """Return the trace with states of so many bytes in all, `sizes` of them in parts, and an update that reads them.
+    """Return the trace with states of so many bytes in all, each of `sizes` a value, and an update that reads them.
 
-    The update reads `part_values` after each part.
+    After each it reads the values of the same owner.
     """
-    states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
+    states = [_state(state_value(i), size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
     states.append(_state(STATE, nbytes - sum(sizes), name))  # without a type it can't be streamed
     gradients = dict.fromkeys(value for kind, value in trace.outputs if kind not in ("output", RELEASED))
     parameters = (op.name for op in trace.ops if op.fn == "parameter")
-    values = [*part_values, *([()] * (len(states) - len(part_values)))]
+    values = [*own_values, *([()] * (len(states) - len(own_values)))]
     reads = dict.fromkeys(read for state, own in zip(states, values, strict=True) for read in (state.name, *own))
     reads |= dict.fromkeys((*gradients, *parameters))
     update = Op("optimizer_step", f"{name}.step", tuple(reads), phase="update", workspace=workspace)
@@ -103,7 +101,7 @@ def with_windows(trace: Trace, window: int) -> Trace:
 
 
 def _with_updates(
-    trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], updates: Mapping[str, Tensor],
+    trace: Trace, optimizer: torch.optim.Optimizer, sizes: Mapping[Owner, int], updates: Mapping[str, Tensor],
     window: int,
 ) -> Trace:  # fmt: skip
     """Let each update in backward read the states of its parameter.
@@ -114,8 +112,7 @@ def _with_updates(
     rows = stepped_parameters(optimizer)
     kinds = dict(zip(chain.from_iterable(rows), kinds_of(rows), strict=True))
     workspaces = {p: profiler.update_workspace(kind) for p, kind in kinds.items()}
-    sizes = {p: part.nbytes for part in parts for p in part.parameters}
-    states = {p: _state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
+    states = {p: _state(state_value(i), size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
     rest = _state(STATE, sum(profiler.states[kind] for kind in kinds.values()) - sum(sizes.values()), name)
 
     def with_states(op: Op) -> Op:
@@ -133,6 +130,11 @@ def _with_updates(
         workspace = profiler.workspace(late, frozenset())
         ops = (*ops, Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace))
     return update_early(replace(trace, ops=ops))
+
+
+def state_value(number: int) -> str:
+    """Return the name of the trace value of a state, by the number of its owner among those whose states may go."""
+    return f"{STATE}_{number}"
 
 
 def _state(name: str, nbytes: int, where: str, type: str = "") -> Op:

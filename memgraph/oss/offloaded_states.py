@@ -16,7 +16,7 @@ from torch import optim
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.optimizer_clone import clone_optimizer
-from ..optim.state_parts import Owner, is_large
+from ..optim.trained_parameters import Owner, is_large
 from ..optim.windowed_update import WindowedUpdate
 from .shards.layout import ShardLayout
 from .shards.param_groups import Group

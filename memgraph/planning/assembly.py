@@ -141,6 +141,6 @@ class Assembly:
         streams = any(isinstance(decision, Stream) for decision in result.plan)
         if not streams and not step.captured.blocks and not any(slot.key for slot in slots):
             return None
-        states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.parts)
+        states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.states)
         unread = unread_parameters(graph, step.captured)
         return OffloadedSlots(self.state.placement, slots, step.captured, states, unread)

@@ -21,7 +21,7 @@ from ..guards.wrappers import OuterWrapper
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.placement import StatePlacement
-from ..optim.state_parts import TrainedParameters
+from ..optim.trained_parameters import TrainedParameters
 from ..oss import OSS, PendingGathers, ShardedGradients
 from ..profile.memory_meter import resident_bytes
 from ..runtime.concurrent_runs import concurrent_runs
@@ -119,7 +119,7 @@ class OptimizerState:
 
     def trained(self, captured: Captured) -> TrainedParameters:
         """Return what a captured step trains."""
-        return TrainedParameters(self._with_gradients(captured), [], captured=captured)
+        return TrainedParameters(self._with_gradients(captured), {}, captured=captured)
 
     def _with_gradients(self, captured: Captured) -> list[nn.Parameter]:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
@@ -167,6 +167,6 @@ class OptimizerState:
         return self._with_windows(machine, trained)
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
-        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
+        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.states)
         ahead = self.update.nbytes_between(trained.parameters)
         return replace(machine, streaming=Streaming(True, window=window, update_staging=ahead, host_update_rate=speed))

@@ -22,14 +22,14 @@ from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.state_parts import TrainedParameters, state_parts
+from ..optim.trained_parameters import TrainedParameters, movable_states
 from ..optim.update_cost import add_update, parameter_values, price_update
 from ..options.compile_options import CompileOptions
 from ..oss import OSS
 from ..oss.compiled.insert_all_gather import forward_buckets, insert_all_gathers
 from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters
 from ..oss.compiled.joint_planning import announcing_failure
-from ..oss.compiled.step_memory import add_sharded_update, offloaded_nbytes, shard_parts
+from ..oss.compiled.step_memory import add_sharded_update, movable_shard_states, offloaded_nbytes
 from ..runtime.measure_update import UpdateMeasurement
 from ..tensors.loss_outputs import OutputSelector, select_scalars_only
 from .optimizer_state import OptimizerState
@@ -54,8 +54,7 @@ class CountedOptimizer(OptimizerState):
         )
 
     def trained(self, captured: Captured) -> TrainedParameters:
-        parts = state_parts(self.optimizer, self.fused_update is not None)
-        return TrainedParameters(self._with_gradients(captured), parts, captured=captured)
+        return TrainedParameters(self._with_gradients(captured), movable_states(self.optimizer), captured=captured)
 
     def add_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
         named = dict(self.module.named_parameters())
@@ -127,7 +126,7 @@ class ShardedOptimizer(OptimizerState):
 
     def trained(self, captured: Captured) -> TrainedParameters:
         self.sharded.refresh_views()
-        return TrainedParameters(self._with_gradients(captured), shard_parts(self.sharded), captured=captured)
+        return TrainedParameters(self._with_gradients(captured), movable_shard_states(self.sharded), captured=captured)
 
     def insert_ops(self, captured: Captured, trained: TrainedParameters) -> tuple[Captured, TrainedParameters]:
         """Reduce gradients over ranks in backward, and gather parameters in forward."""

@@ -24,7 +24,7 @@ from ..graph.nodes import returned_values
 from ..graph.result_layout import ResultLayout
 from ..graph.summarize import Price, summarize, zero_cost
 from ..guards.signature import has_gradients, parameters_with_grad_hooks
-from ..optim.state_parts import TrainedParameters
+from ..optim.trained_parameters import TrainedParameters
 from ..options.compile_options import CompileOptions
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..tensors.loss_outputs import OutputSelector

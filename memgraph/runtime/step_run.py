@@ -137,7 +137,7 @@ class StepRun:
                 self.compare_guards(str(error))
                 self.check_ranks()
             raise
-        if any(value._is_view() for value in values[:outputs]):
+        if any(isinstance(value, Tensor) and value._is_view() for value in values[:outputs]):
             values[:outputs] = without_base(values[:outputs], [x for x in given if isinstance(x, Tensor)])
         # What the caller has is saved detached: its `.data` may be replaced before backward, which needs the old bytes.
         # An output leads to the autograd node that holds this run: a reference cycle, which would also hide that the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,24 +51,24 @@ def alias_storage_as(of: Tensor, like: Tensor) -> Tensor:
     return empty.set_(of.untyped_storage(), 0, like.shape, like.stride())
 
 
-def without_base(tensors: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors; a view whose storage neither another of them nor one of `others` has is no view any more.
+def without_base(values: Sequence[Any], others: Iterable[Tensor]) -> list[Any]:
+    """Return the values; a view whose storage neither another of them nor one of `others` has is no view any more.
 
     Autograd refuses to change a view in place that a function of its own returns, which eager does not.
     """
-    counts = Counter(tensor.untyped_storage()._cdata for tensor in tensors if has_storage(tensor))
-    counts.update(tensor.untyped_storage()._cdata for tensor in others if has_storage(tensor))
+    found = (each for each in (*values, *others) if isinstance(each, Tensor) and has_storage(each))
+    counts = Counter(tensor.untyped_storage()._cdata for tensor in found)
     return [
-        torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        torch.empty(0, dtype=each.dtype, device=each.device).set_(
+            each.untyped_storage(), each.storage_offset(), each.shape, each.stride()
         )
-        if _is_plain_view(tensor) and counts[tensor.untyped_storage()._cdata] == 1
-        else tensor
-        for tensor in tensors
+        if _is_plain_view(each) and counts[each.untyped_storage()._cdata] == 1
+        else each
+        for each in values
     ]
 
 
-def _is_plain_view(tensor: Tensor) -> bool:
+def _is_plain_view(tensor: Any) -> bool:
     return type(tensor) is Tensor and tensor._is_view() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -5,7 +5,7 @@ SGD([{"params": [w, b]}, {"params": [v], "lr": 0.1}])   ->   {w: 0, b: 0, v: 1}
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,6 +28,17 @@ def held_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def state_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return the state tensors that exist now, with those of optimizers that it holds."""
+    """Return the state tensors that exist now, with those of optimizers that it holds.
+
+    Of a tensor that is made of others, as one of few bits, these are returned: its own size is that of what it means.
+    """
     states = [dict(each.state) for each in (optimizer, *held_optimizers(optimizer))]
-    return {id(leaf): leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)}.values()
+    return {id(plain): plain for leaf in tree_leaves(states) for plain in _plain_tensors(leaf)}.values()
+
+
+def _plain_tensors(leaf: object) -> Iterator[Tensor]:
+    if hasattr(leaf, "__tensor_flatten__"):
+        for name in leaf.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(leaf, name))
+    elif isinstance(leaf, Tensor):
+        yield leaf

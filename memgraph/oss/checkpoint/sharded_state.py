@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from passes.shards import ShardRange
 
-from ...optim.state_parts import is_large
+from ...optim.trained_parameters import is_large
 from ...storage.mapped_storage import BufferLocation, MappedBuffer, TensorSpec
 from ...storage.spill_file import SpillError, whole_pages
 from ...tensors.layout import alias_storage_as, is_dense

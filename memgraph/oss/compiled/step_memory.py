@@ -19,7 +19,7 @@ from passes.ir.machine import CAST_WORKSPACE, SMALLEST_STREAMED
 
 from ...optim.optimizer_clone import ClonedOptimizer, clone_optimizer, plain_attributes
 from ...optim.optimizer_profiler import update_nbytes
-from ...optim.state_parts import PARTS, StatePart, TrainedParameters, is_large, partition_states
+from ...optim.trained_parameters import Owner, TrainedParameters, is_large
 from ...optim.update_cost import add_update_op
 from ...optim.update_operands import no_parameters
 from ...optim.window_memory import OffloadedTensors, window_bytes
@@ -39,10 +39,10 @@ def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Tr
     """Return the trace with this rank's states as inputs and its part of the update as the last op.
 
     All that is trained has a gradient then. A call without gradients has no update behind it: that would average all
-    gradients, which takes more than any step. Each state part, which may be offloaded, is a value of its own, as large
-    as on the rank with most of it.
+    gradients, which takes more than any step. The states of a bucket, which may be offloaded, are a value, as large
+    as on the rank with most of them.
     """
-    buckets, reduced, parts = oss.layout.buckets, trained.shards, trained.parts
+    buckets, reduced = oss.layout.buckets, trained.shards
     if oss.layout.splits:
         updates = [_update_nbytes(oss, bucket) for bucket in buckets]
         states = sum(nbytes for nbytes, _ in updates)
@@ -50,8 +50,8 @@ def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Tr
     else:
         states, update = _whole_update_nbytes(oss, trained.parameters)
         workspace = _whole_step_nbytes(oss, update, reduced)
-    sizes = [part.nbytes for part in parts]
-    states += sum(sizes) - _own_part_nbytes(oss, parts)
+    sizes = [*trained.states.values()]
+    states += sum(sizes) - _own_nbytes(oss, trained.states)
     return add_update_op(trace, type(oss.inner).__name__, states, workspace if trained.parameters else 0, sizes)
 
 
@@ -81,10 +81,9 @@ def _share_nbytes(oss: OSS) -> tuple[int, int]:
     return sum(nbytes for nbytes, _ in updates), _step_nbytes(oss, [update for _, update in updates], ())
 
 
-def _own_part_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
-    owners = {owner for part in parts for owner in part.owners}
-    by_bucket = enumerate(large_state_nbytes(oss) if parts else ())
-    return sum(of_ranks[oss.comm.rank] for i, of_ranks in by_bucket if i in owners)
+def _own_nbytes(oss: OSS, states: Collection[Owner]) -> int:
+    by_bucket = enumerate(large_state_nbytes(oss) if states else ())
+    return sum(of_ranks[oss.comm.rank] for i, of_ranks in by_bucket if i in states)
 
 
 def offloaded_nbytes(oss: OSS, reduced: Collection[int]) -> int:
@@ -214,11 +213,11 @@ def _part_nbytes(oss: OSS, bucket: BucketViews) -> int:
     return bucket.bucket.shard_size * oss.layout.parameters[bucket.bucket.params[0]].element_size()
 
 
-def shard_parts(oss: OSS) -> list[StatePart]:
-    """Return state parts of about equal bytes, with buckets as owners; the same parts on all ranks."""
+def movable_shard_states(oss: OSS) -> dict[Owner, int]:
+    """Return the bytes of the states of each bucket that may be offloaded: the same on all ranks."""
     if not oss.offloaded_shards.can_stream:
-        return []
-    return partition_states([(i, max(of_ranks)) for i, of_ranks in enumerate(large_state_nbytes(oss))], PARTS)
+        return {}
+    return {i: most for i, of_ranks in enumerate(large_state_nbytes(oss)) if (most := max(of_ranks))}
 
 
 def large_state_nbytes(oss: OSS) -> list[list[int]]:

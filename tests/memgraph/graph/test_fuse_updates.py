@@ -15,7 +15,7 @@ from memgraph.graph.fuse_updates import fuse_updates, updated_parameters
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
-from memgraph.optim.state_parts import TrainedParameters, state_parts
+from memgraph.optim.trained_parameters import TrainedParameters, movable_states
 from memgraph.optim.update_cost import add_update
 from memgraph.tensors.loss_outputs import select_scalars
 from passes import Link, Machine, Streaming, apply, check, predict
@@ -61,7 +61,7 @@ def test_each_update_reads_the_states_of_its_own_parameter() -> None:
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
     inside = {op: named[name] for op, name in updated_parameters(captured.graph.graph).items()}
-    trained = TrainedParameters(list(named.values()), state_parts(optimizer, each=True), inside)
+    trained = TrainedParameters(list(named.values()), movable_states(optimizer), inside)
     trace = add_update(summarize(captured.graph.graph), optimizer, trained, {})
     check(trace)
     states = [op for op in trace.ops if op.fn == "state"]
@@ -80,7 +80,7 @@ def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
     inside = {op: named[name] for op, name in updated_parameters(captured.graph.graph).items()}
     bare, trained = (
         summarize(captured.graph.graph),
-        TrainedParameters(list(named.values()), state_parts(optimizer, True), inside),
+        TrainedParameters(list(named.values()), movable_states(optimizer), inside),
     )
     trace = add_update(bare, optimizer, trained, {})
     updates = [trace.op[name].us for name in inside]

@@ -40,7 +40,10 @@ def test_fakes_of_large_parameters_take_what_these_take(name: str) -> None:
     profiler = OptimizerProfiler(optimizer := OPTIMIZERS[name](parameters))
     matrix, vector = kinds_of(stepped_parameters(optimizer))
     for kinds in ((matrix,), (vector,), (matrix, vector)):
-        assert profiler._fake_nbytes(kinds) == profiler._real_nbytes(kinds)
+        if name == "Adafactor":  # it takes norms, whose kernels take more than their results
+            assert profiler._fake_nbytes(kinds) is None
+        else:
+            assert profiler._fake_nbytes(kinds) == profiler._real_nbytes(kinds)
 
 
 def test_an_optimizer_that_copies_values_to_the_host_steps_on_real_parameters() -> None:

@@ -20,7 +20,7 @@ from memgraph.optim import host_step, offloaded_update
 from memgraph.optim.host_step import clone_on_host
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
 from memgraph.optim.optimizer_clone import ClonedOptimizer
-from memgraph.optim.state_parts import state_parts
+from memgraph.optim.trained_parameters import movable_states
 from memgraph.optim.update_cost import STATE
 from memgraph.optim.windowed_update import WindowedUpdate
 from memgraph.planning import target
@@ -245,12 +245,12 @@ def test_a_window_is_stepped_once_and_its_time_is_known_from_then_on(
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
     monkeypatch.setattr(host_step, "shortest_us", shortest)
     optimizer = OPTIMIZERS["adamw"](chain(2).parameters())
-    parts, elements = state_parts(optimizer), (1 << 18) // 16
+    parts, elements = movable_states(optimizer), (1 << 18) // 16
     for _ in range(3):
         monkeypatch.setattr(host_step, "_element_times", {})  # as in another process
         assert host_step.host_update_rate(optimizer, parts, 1 << 18) == pytest.approx(8 * elements / 8.0)
     assert len(runs) == 1
-    assert host_step.host_update_rate(optimizer, [], 1 << 18) == 0.0
+    assert host_step.host_update_rate(optimizer, {}, 1 << 18) == 0.0
 
 
 def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.optim.host_step import host_update_rate
 from memgraph.optim.optimizer_profiler import update_nbytes
-from memgraph.optim.state_parts import state_parts
+from memgraph.optim.trained_parameters import movable_states
 from memgraph.tensors.parameter_groups import state_tensors
 
 PLAIN: Any = optim.Adagrad._init_group
@@ -60,7 +60,7 @@ def test_the_host_steps_it_to_find_how_long_that_takes(fused: bool | None, monke
     monkeypatch.setattr(optim.Adagrad, "_init_group", as_in_2_11)
     parameter = nn.Parameter(torch.ones(256, 256))
     optimizer = optim.Adagrad([("w", parameter)], lr=0.01, fused=fused)
-    assert host_update_rate(optimizer, state_parts(optimizer), 1 << 12) > 0
+    assert host_update_rate(optimizer, movable_states(optimizer), 1 << 12) > 0
 
 
 def test_one_that_is_derived_from_it_begins_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

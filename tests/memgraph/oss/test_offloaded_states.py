@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.errors import AgreementError, BudgetError, ShardError
 from memgraph.optim import offloaded_update
-from memgraph.oss.compiled.step_memory import shard_parts
+from memgraph.oss.compiled.step_memory import movable_shard_states
 from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.spill_file import SpillError
 from passes import Stream
@@ -85,7 +85,7 @@ def tight(kind: str, share: float = 0.8, **settings: Any) -> int:
     module, ours = made(kind, **settings)
     model = memgraph.compile(module, ROOM, optimizer=ours, time_limit=0.0)
     model(batches()())
-    return int(model.plan.peak - share * sum(part.nbytes for part in shard_parts(ours)))
+    return int(model.plan.peak - share * sum(movable_shard_states(ours).values()))
 
 
 def compiled(kind: str, budget: int | None = None, **settings: Any) -> tuple[Any, Any]:

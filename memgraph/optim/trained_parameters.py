@@ -1,13 +1,13 @@
-"""Divide the states of an optimizer into a few parts that are offloaded or kept as a whole, and say what a step trains.
+"""The parameters that a step trains, and which states of its optimizer may be offloaded.
 
-    AdamW over 12 layers, 25.3M parameters   ->   8 parts of about 25 MB
+    AdamW over w [1024, 1024] and b [1024]   ->   {w: 8388608}; that of b is not worth a copy
 
-The owners of a part are parameters, or the numbers of a sharded optimizer's buckets.
+The owner of a state is a parameter, or the number of a sharded optimizer's bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,57 +21,31 @@ from .optimizer_profiler import OptimizerProfiler, ParameterKind
 from .trial_copy import parts_of
 from .update_unit import UpdateUnit, unit_of
 
-PARTS = 8
 Owner = Tensor | int
 
 
 @dataclass(frozen=True, eq=False)
-class StatePart:
-    """Consecutive parameters or buckets, and the bytes of their elementwise states."""
-
-    owners: tuple[Owner, ...]
-    nbytes: int
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(owner for owner in self.owners if isinstance(owner, Tensor))
-
-
-@dataclass(frozen=True, eq=False)
 class TrainedParameters:
-    """The parameters whose gradients a step computes, and the states of the optimizer in parts."""
+    """The parameters whose gradients a step computes, and the bytes of the states that may be offloaded."""
 
     parameters: Sequence[Tensor]
-    parts: Sequence[StatePart]
+    states: Mapping[Owner, int]
     updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
     shards: frozenset[int] = frozenset()  # the buckets that backward reduces over ranks
     gathers: frozenset[int] = frozenset()  # the buckets that forward gathers
     captured: Captured | None = None
 
 
-def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[StatePart]:
-    """Return the states of large parameters in parts of about equal bytes, or one part for `each` parameter.
+def movable_states(optimizer: torch.optim.Optimizer) -> dict[Owner, int]:
+    """Return the bytes of the states of each large parameter.
 
     There are none if the optimizer has no states, or its step can't be cut.
     """
     try:
         chain = parts_of(optimizer)
     except UntriedUpdateError:
-        return []
-    sizes = [size for part in chain for size in _states_nbytes(part)]
-    return partition_states(sizes, 0 if each else PARTS)
-
-
-def partition_states(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
-    """Divide states of so many bytes into about `count` parts; 0: one part for each owner."""
-    owners = [(owner, nbytes) for owner, nbytes in sizes if nbytes]
-    share = sum(nbytes for _, nbytes in owners) / count if count else 0
-    parts: list[StatePart] = []
-    for owner, nbytes in owners:
-        if not parts or parts[-1].nbytes >= share:
-            parts.append(StatePart((), 0))
-        parts[-1] = StatePart((*parts[-1].owners, owner), parts[-1].nbytes + nbytes)
-    return parts
+        return {}
+    return {owner: nbytes for part in chain for owner, nbytes in _states_nbytes(part) if nbytes}
 
 
 def is_large(parameter: Tensor) -> bool:
