@@ -7,7 +7,7 @@ scale=0.1, 0.2, 0.3       ->   "scale (0.1, 0.2, 0.3) differs ...: give a tensor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ MANY_ALIKE = 6  # calls with equal arguments: training, eval, and each with and 
 PAD = "pad it to a few sizes, as multiples of 8 or 64"
 DROP = "if it is that of the batch, leave out a smaller last one (drop_last=True of a DataLoader)"
 TENSOR = "give a tensor instead of the number"
+TEXT = "leave it out of the arguments if forward does not read it"
 REST = "time_limit= shortens planning, and plan= spares it"
 
 ArgumentPath = str  # "x, dimension 1", or the name of a value
@@ -40,7 +41,8 @@ def kinds_warning(facts: Facts, earlier: Sequence[Facts], names: Sequence[str], 
     differ = {path: list(dict.fromkeys(each.get(path) for each in reversed(sizes))) for path in sizes[0]}
     differ = {path: values for path, values in differ.items() if len(values) >= MANY_SIZES}
     if differ:
-        advice = dict.fromkeys(chain.from_iterable(map(_advice, differ)))
+        texts = {name for name, token in zip(names, facts[ARGUMENTS], strict=False) if _kind(token) is str}
+        advice = dict.fromkeys(chain.from_iterable(_advice(path, texts) for path in differ))
         which = "; ".join(f"{path} ({', '.join(map(str, values[-MANY_SIZES:]))})" for path, values in differ.items())
         return (
             f"{which} differs from call to call, and each kind of call is captured and planned: "
@@ -70,20 +72,20 @@ def _name(path: Sequence[Any], own: Sequence[str]) -> str:
 
 
 def _form(facts: Facts) -> Hashable:
-    """Return the facts but for sizes and numbers of arguments, and variables, whose groups come later."""
+    """Return the facts but for sizes, numbers and texts of arguments, and variables, whose groups come later."""
     return tuple(
-        (token.layout.dtype, len(token.layout.shape)) if isinstance(token, TensorFact) else number_kind(token) or token
+        (token.layout.dtype, len(token.layout.shape)) if isinstance(token, TensorFact) else _kind(token) or token
         for token in facts[ARGUMENTS]
     ), facts[TENSORS : ATTRIBUTES + 1]
 
 
 def _sizes(arguments: Sequence[Hashable], names: Sequence[str]) -> Mapping[ArgumentPath, Hashable]:
-    """Return sizes and numbers by name."""
+    """Return sizes, numbers and texts by name."""
     sizes: dict[ArgumentPath, Hashable] = {}
     for name, token in zip(names, arguments, strict=False):
         if isinstance(token, TensorFact):
             sizes |= {f"{name}, dimension {i}": size for i, size in enumerate(token.layout.shape)}
-        elif isinstance(token, tuple) and number_kind(token) is not None and token[1] != ANY:
+        elif isinstance(token, tuple) and _kind(token) is not None and token[1] != ANY:
             sizes[name] = token[1]
     return sizes
 
@@ -98,7 +100,13 @@ def _names(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _advice(path: ArgumentPath) -> list[str]:
+def _kind(token: Hashable) -> Hashable:
+    """Return the type of a number or a text among the facts; None for another fact."""
+    is_text = isinstance(token, tuple) and len(token) == 2 and token[0] is str
+    return str if is_text else number_kind(token)
+
+
+def _advice(path: ArgumentPath, texts: Set[str]) -> list[str]:
     if ", dimension " not in path:
-        return [TENSOR]
+        return [TEXT if path in texts else TENSOR]
     return [PAD, DROP] if path.endswith(", dimension 0") else [PAD]

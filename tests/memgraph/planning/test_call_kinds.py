@@ -69,6 +69,12 @@ def test_the_third_number_is_said_by_its_name() -> None:
     assert "options['steps'][0] (1, 2, 3) differs" in inside[2]
 
 
+def test_the_third_text_is_said_by_its_name() -> None:
+    texts = said(*(given({"x": torch.ones(2, 4), "file": f"{n}.png"}) for n in range(3)))
+    assert texts[:2] == ["", ""]
+    assert "x['file'] (0.png, 1.png, 2.png) differs" in texts[2] and "leave it out of the arguments" in texts[2]
+
+
 def test_calls_of_several_sorts_that_come_again_are_not_said() -> None:
     x = torch.ones(2, 4)
     ways = (given(x), given(x, 0.5), given(x, 1), given(x.double()), given(x[0]), given(x[:1]))
