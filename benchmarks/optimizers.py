@@ -14,7 +14,7 @@ import gc
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
@@ -173,6 +173,11 @@ class Row:
     budgets: dict[str, Trained] = field(default_factory=dict)
     equal: dict[str, bool] = field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """The row of the table, in Markdown."""
+        return f"| {self.optimizer} | {self.unit} | " + " | ".join(map(self.cell, self.budgets)) + " |"
+
     def cell(self, per: str) -> str:
         """Return what the table has for a budget."""
         if (found := self.budgets[per]).why:
@@ -194,7 +199,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         counted = preloaded(Path(folder))
         for name in names or OPTIMIZERS:
-            rows.append(row := _row(name, per or PER, (steps, layers, width), counted))
+            rows.append(row := row_of(name, per or PER, (steps, layers, width), counted))
             console.print(f"{name}: " + "; ".join(f"{each}: {row.cell(each)}" for each in row.budgets))
     text = page(rows, steps, layers, width)
     print(text)
@@ -205,7 +210,8 @@ def main(
     raise typer.Exit(any("UNEQUAL" in cell or "OVER" in cell for cell in cells))
 
 
-def _row(name: str, per: Iterable[float], sizes: tuple[int, int, int], counted: dict[str, str]) -> Row:
+def row_of(name: str, per: Iterable[float], sizes: tuple[int, int, int], counted: Mapping[str, str]) -> Row:
+    """Train in a process for each budget, and one without; `sizes` are steps, layers and width."""
     steps, layers, width = sizes
     small = Training(name, 2, 64)
     unit = "; ".join(dict.fromkeys(unit_of(each).name.lower() for each in _parts(small.optimizer)))
@@ -231,8 +237,7 @@ def page(rows: list[Row], steps: int, layers: int, width: int) -> str:
         "| optimizer | unit | " + " | ".join(heads) + " |",
         "|---" * (2 + len(heads)) + "|",
     ]
-    lines += [f"| {row.optimizer} | {row.unit} | " + " | ".join(map(row.cell, row.budgets)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(row.line for row in rows)]) + "\n"
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:

@@ -145,11 +145,7 @@ def whole_updates(
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-    _complete(updates, offloaded, location)
-    for update in updates:
-        update.set_gradient(update.parameter.grad)
-    _refuse_shared(updates)
-    return updates
+    return _completed(updates, offloaded, location)
 
 
 def parameter_updates(
@@ -175,11 +171,8 @@ def parameter_updates(
                 if kind not in dtypes:
                     dtypes[kind] = clone.state_dtypes(*kind)
                 updates.append(ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), dtypes[kind]))
-    _complete(updates, offloaded, location)
-    for update in updates:
-        update.set_gradient(None if order else update.parameter.grad)
-    _refuse_shared(updates)
-    return sorted(updates, key=lambda update: order.get(update.parameter, 0))
+    updates.sort(key=lambda update: order.get(update.parameter, 0))
+    return _completed(updates, offloaded, location, is_early=bool(order))
 
 
 def allocate_new_states(
@@ -228,8 +221,13 @@ def _spec_beside(parameter: Tensor, dtype: torch.dtype) -> TensorSpec:
     return tensor_spec_of(state)
 
 
-def _complete(updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation) -> None:
-    """Offload states that are in memory, as they are after `load_state_dict`, and note the operands but gradients."""
+def _completed(
+    updates: list[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation, is_early: bool = False
+) -> list[ParameterUpdate]:
+    """Offload states that are in memory, as they are after `load_state_dict`, and note all operands.
+
+    With `is_early` no gradient is there yet.
+    """
     leaves = {update.parameter: update.existing_states for update in updates}
     resident = [
         leaf
@@ -243,6 +241,9 @@ def _complete(updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate,
         leaf.put(tensor)
     for update in updates:
         update.operands = _operands(update, update.existing_states if resident else leaves[update.parameter])
+        update.set_gradient(None if is_early else update.parameter.grad)
+    _refuse_shared(updates)
+    return updates
 
 
 def _operands(update: ParameterUpdate, leaves: Sequence[StateLeaf]) -> dict[str, UpdateOperand]:

@@ -248,12 +248,11 @@ class ChangeCosts:
 
     def _state_us(self, storage: str) -> float:
         """Return the time that offloading a state adds: to the update, and in copies that do not overlap."""
-        trace, nbytes, link = self.gaps.trace, self.gaps.trace.nbytes[storage], self.machine.link
+        nbytes, link = self.gaps.trace.nbytes[storage], self.machine.link
         value = self.gaps.streamable.values[storage]
-        is_updated = any(value in op.reads for op in trace.ops if op.phase == "update")
-        fn = trace.op[value].fn
+        fn = self.gaps.trace.op[value].fn
         write_us = nbytes / link.out if fn in ("parameter", "state") else 0.0
-        update_us = (write_us + nbytes / link.back) * is_updated
+        update_us = (write_us + nbytes / link.back) * (value in self.gaps.streamable.updates)
         if fn == "state" and (rate := self.machine.streaming.host_update_rate):
             update_us = min(update_us, nbytes / rate)
         return update_us + (fn != "state") * self._overlapped_us(nbytes)
