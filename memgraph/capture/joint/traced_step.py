@@ -23,7 +23,6 @@ from ...tensors.traced_size import with_arguments
 from ..call.call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..constants import own_gradients, own_memory, real_tensors
-from ..python_state.function_caches import refuse_kept_draws
 from ..python_state.watched_python import WatchedPython
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
@@ -95,7 +94,6 @@ class TracedStep:
         ):
             outputs = self._read(self._forward(values), values)
             refuse_set_gradients(self.inputs, values, "forward")
-            refuse_kept_draws(self.python.before, tracer)
             answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []

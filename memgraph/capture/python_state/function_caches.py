@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
@@ -27,14 +27,17 @@ def empty_function_caches(before: AttributeSnapshot) -> None:
         clear(cache)
 
 
-def refuse_kept_draws(before: AttributeSnapshot, tracer: Any) -> None:
-    """
+def refuse_kept_draws(before: AttributeSnapshot) -> None:
+    """Look into the caches within a trace.
+
     Raises:
         CaptureError: a cache of a function has a tensor that was made of random numbers. Each run would draw others.
     """
+    mode = get_proxy_mode()
+    assert mode is not None
     for cache, kept in _traced_caches(before):
         for tensor in kept:
-            node = get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
+            node = get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
             if node is not None and any(map(is_random, _ancestors(node))):
                 raise CaptureError(
                     f"forward draws random numbers in {cache.__qualname__}, whose results a cache of functions keeps: "

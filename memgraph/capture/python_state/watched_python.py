@@ -19,6 +19,7 @@ from ...guards.outer_snapshot import holds
 from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, can_hide, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import changed_numbers, counting
+from .function_caches import refuse_kept_draws
 from .refuse_iterators import refuse_iterators
 
 
@@ -48,12 +49,13 @@ class WatchedPython:
         """Watch forward, and what of it a function's backward runs again.
 
         Raises:
-            CaptureError: it takes something from an iterator.
+            CaptureError: it takes something from an iterator, or a cache of a function keeps what it has drawn.
             HeldNeeded: it fails, and has read attributes that were known as unread.
         """
         try:
             with counting(self.counted, self._formulas), refuse_iterators(self.before), self.watch.watching():
                 yield
+                refuse_kept_draws(self.before)
         except Exception:
             written = written_attributes(self.module)
             if written.note(self.watch.read & written.unread, ()):
