@@ -112,7 +112,7 @@ class _Trial:
         tensors = *(parameter.detach() for parameter in self.parameters.values()), *state_tensors(self.optimizer)
         options = [{**group, "params": ()} for group in self.optimizer.param_groups]
         kept = {name: value for name, value in vars(self.optimizer).items() if name not in ("state", "param_groups")}
-        return [*map(_inner, tensors), *_values([options, kept], DEPTH)]
+        return [*tensors, *_values([options, kept], DEPTH)]
 
 
 def _chosen(optimizer: optim.Optimizer) -> Iterator[Tensor]:
@@ -143,13 +143,6 @@ def _values(value: Any, depth: int) -> Iterator[Any]:
             yield from _values(each, depth - 1)
 
 
-def _inner(tensor: Tensor) -> Any:
-    """Return the tensors that one of another class is made of; else the tensor."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor
-    return [_inner(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
-
-
 def _equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(_is_same, one, other))
 
@@ -157,6 +150,4 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        return _equal(one, other)
     return type(one) is type(other) and bool(one == other)
