@@ -127,7 +127,7 @@ class AttributeGuard:
             return False
         known = frozenset[tuple[str, str]]().union(*(each.read or () for each in self._names))
         named = [each.named for each in self._names]
-        if asked and asked[0].has_unnamed and not _covers(named, reads.named):
+        if asked and asked[0].kinds and not _covers(named, reads.named):
             known = frozenset()  # these attributes are described once more, as objects in them have more that counts
         if read is None or not read <= known:
             self._names.append(Names(read, reads.named, known))

@@ -62,6 +62,7 @@ class AttributeSnapshot:
             for name, token in self._describe(part):
                 self.tokens[_path(path, name)] = token
                 self._note_owner(path, part, name)
+        self.outer.ran.kinds |= self._walk.kinds
         direct = [value for attributes in self.attributes for value in attributes.values() if type(value) in CONTAINERS]
         containers = (value for value in (*direct, *self._walk.containers) if type(value) in RESTORED)
         self.copies = {id(container): (container, container.copy()) for container in containers}

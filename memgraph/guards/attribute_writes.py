@@ -310,7 +310,7 @@ class _Writes:
         if where not in self.changed and attribute not in self.unread:
             return
         ran, part = self.before.outer.ran, attribute.part()
-        is_read = part is None or attribute.name in OF_MODULES or ran.takes(type(part), attribute.name)
+        is_read = part is None or attribute.name in OF_MODULES or ran.takes(part, attribute.name)
         if (value := new.get(key, DELETED)) is DELETED:
             yield AttributeWrite(owner, key, (), None, False, where, where, is_read)
             return

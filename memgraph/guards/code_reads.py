@@ -11,17 +11,12 @@ from __future__ import annotations
 import dis
 import functools
 import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
-
-from torch import nn
-
-from .packages import is_open
 
 GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 ATTRIBUTE_OPS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
@@ -132,15 +127,6 @@ def _computes_name(steps: Sequence[dis.Instruction]) -> bool:
         if depth < 0:
             return True
     return True
-
-
-@functools.cache
-def library_loads(base: type) -> frozenset[str]:
-    """Return the attributes that the methods of a class of torch's take: nothing tells when these are entered."""
-    if is_open(base) or base in (object, nn.Module):
-        return frozenset()
-    functions = (inspect.unwrap(value) for value in vars(base).values() if isinstance(value, FunctionType))
-    return frozenset(name for each in functions for name in code_reads(each.__code__).loads)
 
 
 def mentions_any(code: CodeType, name: str) -> bool:

@@ -8,14 +8,34 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 import sys
+import threading
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
+from .cleared_caches import FunctionCache, cleared
+
 MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
+# Objects that have their state elsewhere than in attributes -> that state.
+STATES: Mapping[type, Callable[[Any], Any]] = {
+    type(os.environ): lambda environ: environ._data,
+    ContextVar: lambda variable: variable.get(None),
+    threading.local: vars,
+    types.MappingProxyType: dict,
+    FunctionCache: cleared,
+    logging.Logger: lambda logger: max(logger.getEffectiveLevel(), logger.manager.disable + 1),
+}
+WEAK: dict[type, Callable[[Any], Any]] = {
+    weakref.WeakKeyDictionary: dict,
+    weakref.WeakValueDictionary: dict,
+    weakref.WeakSet: dict.fromkeys,
+}
 BUFFERS = (bytearray, array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
 
@@ -57,15 +77,18 @@ def is_weak(thing: Any) -> bool:
     return issubclass(type(thing), (weakref.ref, *weakref.ProxyTypes))
 
 
-def referent_of(weak: Any) -> Any:
-    """Return what a weak reference or a proxy stands for, of a method its object; None if that is gone."""
-    if issubclass(type(weak), weakref.ref):
+def referents_of(weak: Any) -> tuple[Any, ...]:
+    """Return what a weak reference, a proxy or a container of such references leads to now."""
+    kind: Any = type(weak)
+    if kind in WEAK:
+        return (WEAK[kind](weak),)
+    if issubclass(kind, weakref.ref):
         found = weak()
-        return found.__self__ if isinstance(found, types.MethodType) else found
+        return (found.__self__, found.__func__) if isinstance(found, types.MethodType) else (found,)
     try:
-        return weak.__init__.__self__  # the method that a proxy finds is bound to it
+        return (weak.__init__.__self__,)  # the method that a proxy finds is bound to it
     except ReferenceError:
-        return None
+        return (None,)
 
 
 def holds_objects(array: Any) -> bool:
@@ -83,7 +106,7 @@ def array_content(array: Any) -> Hashable:
     if isinstance(array, BUFFERS):
         return bytes(array)
     by_identity = array.nbytes > MAX_ARRAY_NBYTES
-    return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
+    return array.shape, array.strides, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
 
 
 def slots(thing: Any) -> tuple[str, ...]:
@@ -94,6 +117,19 @@ def slots(thing: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def _slots_of(kind: Any) -> tuple[str, ...]:
-    groups = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for group in groups for name in ((group,) if isinstance(group, str) else tuple(group))]
-    return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))
+    groups = [(base.__name__.lstrip("_"), vars(base).get("__slots__", ())) for base in kind.__mro__]
+    names = [
+        f"_{base}{name}" if name.startswith("__") and not name.endswith("__") and base else name
+        for base, group in groups
+        for name in ((group,) if isinstance(group, str) else tuple(group))
+    ]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__") and hasattr(kind, name))
+
+
+def state_contents(state: Any) -> Iterable[Any]:
+    return (*state, *state.values()) if isinstance(state, dict) else (state,)
+
+
+def mutable_layout(tensor: Any) -> Hashable:
+    """Return what may change of a tensor while it stays the same one."""
+    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)

@@ -9,26 +9,34 @@ checks, which compare identities, and walk again only if one fails.
 from __future__ import annotations
 
 import functools
-import logging
-import os
 import random
-import threading
 import types
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
-from contextvars import ContextVar
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .cleared_caches import FunctionCache, cleared
-from .contents import IdentityKey, array_content, holds_objects, inside_of, is_array, is_weak, referent_of, slots
+from .contents import (
+    STATES,
+    WEAK,
+    IdentityKey,
+    array_content,
+    holds_objects,
+    inside_of,
+    is_array,
+    is_weak,
+    mutable_layout,
+    referents_of,
+    slots,
+    state_contents,
+)  # fmt: skip
 from .module_proxy import ModuleProxy
-from .packages import is_configuration, is_from_torch, is_read_by_name
+from .packages import is_configuration, is_from_torch, tells_reads
 from .read_dicts import ReadDicts, size_of
 from .variable_scope import Names
 
@@ -42,18 +50,6 @@ OPAQUE = (
     random.Random, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
-# Objects that have their state elsewhere than in attributes -> that state.
-STATES: Mapping[type, Callable[[Any], Any]] = {
-    type(os.environ): lambda environ: environ._data,
-    ContextVar: lambda variable: variable.get(None),
-    threading.local: vars,
-    weakref.WeakKeyDictionary: dict,
-    weakref.WeakValueDictionary: dict,
-    weakref.WeakSet: dict.fromkeys,
-    types.MappingProxyType: dict,
-    FunctionCache: cleared,
-    logging.Logger: lambda logger: max(logger.getEffectiveLevel(), logger.manager.disable + 1),
-}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("_parameters", "_buffers")
 # transformers' `save_pretrained` writes these into a configuration.
@@ -91,9 +87,7 @@ class AttributeWalk:
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
-        self.in_dicts: dict[
-            int, tuple[Any, Any]
-        ] = {}  # token of a number or a tensor -> the dict that has it, its key there
+        self.in_dicts: dict[int, tuple[Any, Any]] = {}  # token of a number or a tensor -> its dict, and its key there
         self.paths: dict[int, list[str]] = defaultdict(list)  # of modules, by their ids
         self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
         self._label: Label | None = None
@@ -105,7 +99,7 @@ class AttributeWalk:
         self._insides: list[dict[str, Any]] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
-        self.has_unnamed = False  # attributes of objects may be left out
+        self.kinds = set[type]()  # of objects of which attributes may be left out
 
     @functools.cached_property
     def group(self) -> tuple[Hashable, ...]:
@@ -169,8 +163,11 @@ class AttributeWalk:
             self.tokens.append(tuple(values))
 
     def _describe_new(self, thing: Any, depth: int) -> None:
-        if is_weak(thing):
-            self._describe_weak(thing, depth)
+        if type(thing) in WEAK or is_weak(thing):
+            self._alive.append(thing)
+            self._check(lambda: self._behind(thing, depth))
+            self.tokens += [IdentityKey(type(thing)), self._behind(thing, depth)]
+            self._describe_own(thing, depth)
             return
         if isinstance(thing, Tensor):
             self._describe_tensor(thing)
@@ -181,8 +178,9 @@ class AttributeWalk:
         elif is_array(thing) and not holds_objects(thing):
             self._check(lambda: array_content(thing))
             self.tokens += [IdentityKey(type(thing)), array_content(thing)]
+            self._describe_own(thing, depth)
         elif (read := STATES.get(type(thing))) is not None:
-            self._check_identities(lambda: _contents(read(thing)))
+            self._check_identities(lambda: state_contents(read(thing)))
             self.tokens.append(IdentityKey(thing))
             self.describe(read(thing), depth + 1)
         elif inside := inside_of(thing):
@@ -190,6 +188,7 @@ class AttributeWalk:
             self.tokens.append(IdentityKey(thing))
             for each in inside:
                 self.describe(each, depth + 1)
+            self._describe_own(thing, depth)
         elif depth >= self.max_depth or isinstance(thing, OPAQUE) or is_from_torch(thing):
             self.tokens.append(IdentityKey(thing))
         else:
@@ -202,15 +201,25 @@ class AttributeWalk:
             self._check(lambda: reference() is None)
             self.tokens.append(("input", self.inputs[id(tensor)]))
         else:
-            self._check(lambda: _layout(reference()))
-            self.tokens += [IdentityKey(tensor), _layout(tensor)]
+            self._check(lambda: mutable_layout(reference()))
+            self.tokens += [IdentityKey(tensor), mutable_layout(tensor)]
 
-    def _describe_weak(self, thing: Any, depth: int) -> None:
-        """Describe the thing behind a weak reference or a proxy as if it was there itself."""
-        self._alive.append(thing)
-        self._check(lambda: id(referent_of(thing)))
-        self.tokens.append(IdentityKey(type(thing)))
-        self.describe(referent_of(thing), depth + 1)
+    def _behind(self, thing: Any, depth: int) -> tuple[Hashable, ...]:
+        """Return the tokens of what a weak reference leads to, which nothing may keep alive."""
+        walk = AttributeWalk(self.inputs, self.ignored, self.owned, self.names)
+        walk.numbers |= dict.fromkeys(self.owned or (), 0)
+        for each in referents_of(thing):
+            if isinstance(each, nn.Module):  # what is read of it is known otherwise
+                walk.tokens.append(IdentityKey(each))
+            else:
+                walk.describe(each, depth + 1)
+        self.kinds |= walk.kinds
+        return tuple(walk.tokens)
+
+    def _describe_own(self, thing: Any, depth: int) -> None:
+        """Describe the attributes of a thing that is described otherwise."""
+        if attributes := getattr(thing, "__dict__", None):
+            self._describe_attributes(thing, attributes, depth)
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
@@ -295,11 +304,10 @@ class AttributeWalk:
         """A container, an object with attributes, or both."""
         kind: Any = type(thing)
         is_container = isinstance(thing, dict | list | tuple | deque | set | frozenset)
-        self.tokens.append((IdentityKey(kind), len(thing)) if is_container else IdentityKey(kind))
+        self.tokens.append((IdentityKey(kind), *((len(thing), getattr(thing, "maxlen", 0)) if is_container else ())))
         if is_container:
             self._describe_container(thing, depth)
-        attributes = getattr(thing, "__dict__", None)
-        if isinstance(attributes, dict):
+        if isinstance(attributes := getattr(thing, "__dict__", None), dict):
             self._describe_attributes(thing, attributes, depth)
         self._describe_slots(thing, depth)
         if not (is_container or slots(thing)) and attributes is None:
@@ -309,9 +317,10 @@ class AttributeWalk:
         """Describe those of an object that code names which ran, and all if its class may read them otherwise."""
         left_out = WRITTEN_BY_SAVE & attributes.keys() if is_configuration(thing) else frozenset()
         kind: Any = type(thing)
-        if self.names is not None and self.names.named is not None and is_read_by_name(kind):
-            self.has_unnamed = True
-            left_out |= attributes.keys() - self.names.named
+        if tells_reads(kind):
+            self.kinds.add(kind)
+            if self.names is not None and self.names.named is not None:
+                left_out |= attributes.keys() - self.names.named
         names, ignored = tuple(name for name in attributes if name not in left_out), tuple(left_out)
         self._read_attributes(thing, attributes, lambda found: tuple(map(found.__getitem__, names)), ignored)
         self.containers.append(attributes)
@@ -385,14 +394,7 @@ def _all_items(mapping: dict[Any, Any]) -> tuple[Any, ...]:
     return *mapping, *mapping.values()
 
 
-def _contents(state: Any) -> Iterable[Any]:
-    return (*state, *state.values()) if isinstance(state, dict) else (state,)
-
-
-def _layout(tensor: Tensor | None) -> Hashable:
-    """Return what may change of a tensor while it stays the same one."""
-    return tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
 def _item_key(thing: Any) -> Hashable:
+    if type(thing) in (float, complex):
+        return type(thing), repr(thing)
     return (type(thing), thing) if type(thing) in CONSTANTS else IdentityKey(thing)

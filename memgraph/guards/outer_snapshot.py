@@ -24,7 +24,7 @@ from ..tensors.traced_number import STAND_INS
 from .containers import items_of, restore_container
 from .contents import IdentityKey, is_array
 from .module_attributes import CONSTANTS, AttributeWalk
-from .read_objects import noting_attributes, noting_modules, noting_reads
+from .read_objects import noting_attributes, noting_modules, noting_objects, noting_reads
 from .variable_scope import OuterVariable, Scope
 from .what_ran import WhatRan
 
@@ -65,6 +65,7 @@ class OuterSnapshot:
         with (
             watching_entries(enter),
             noting_modules(self.ran.read_attribute),
+            noting_objects(self.ran.kinds, self.ran.read_name),
             noting_reads(read),
             noting_attributes(read),
         ):

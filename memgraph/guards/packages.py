@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
+from abc import ABC
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 
 from ..system.entered_code import PACKAGES, is_watched
+
+PLAIN = (object, ABC, Generic, Protocol)  # bases that have no attributes of their own
 
 
 def is_open(kind: type) -> bool:
@@ -24,16 +27,24 @@ def is_open(kind: type) -> bool:
 
 
 @functools.lru_cache(4096)
-def is_read_by_name(kind: type) -> bool:
-    """Return True for a class whose attributes are read by code alone that names them, and that is told of."""
+def tells_reads(kind: type) -> bool:
+    """Return True for a class of the user's whose objects can tell which of their attributes are read.
+
+    Methods that are written in C, as of other bases, read them in ways that tell nobody.
+    """
     is_plain = getattr(kind, "__getattribute__", None) is object.__getattribute__
-    return is_plain and all(is_open(base) for base in kind.__mro__[:-1])
+    return is_plain and all(not is_installed(base) or base in PLAIN for base in kind.__mro__)
 
 
 def is_installed(thing: Any) -> bool:
     """Return True for what belongs to torch, to Python's library or to what a package manager has installed."""
     name = module_of(thing)
-    return is_library(name) or any(part in PACKAGES for part in _file(name).parts)
+    return is_library(name) or is_package_file(_file(name))
+
+
+def is_package_file(file: Path) -> bool:
+    """Return True for a file that a package manager has put there."""
+    return any(part in PACKAGES for part in file.parts)
 
 
 def module_of(thing: Any) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import get_ident
+from types import CodeType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 from unittest.mock import patch
 
@@ -28,8 +29,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import CaptureError
-from ..system.entered_code import PACKAGES, is_watched
+from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
+from .packages import is_package_file
 
 REAL = "_memgraph_real"
 UNCOMPARED = (
@@ -85,19 +87,70 @@ def noting_reads(note: Callable[[Any, str], object]) -> Iterator[None]:
         yield
 
 
+Note = Callable[[nn.Module, str], object]
+_notes: list[
+    tuple[int, Note, Note]
+] = []  # of the blocks that are running: the thread, and what reads and writes are told
+
+
 @contextmanager
-def noting_modules(note: Callable[[nn.Module, str], object]) -> Iterator[None]:
-    """Tell `note` of each attribute of a module that the block reads, whether it is there or not."""
-    thread, get = get_ident(), nn.Module.__getattribute__
+def noting_modules(read: Note, write: Note = lambda *_: None) -> Iterator[None]:
+    """Tell of the attributes of modules that the block reads, whether they are there or not, and sets."""
+    note = get_ident(), read, write
+    with ExitStack() as stack:
+        if not _notes:
+            for name, function in _telling().items():
+                stack.enter_context(patch.object(nn.Module, name, function))
+        _notes.append(note)
+        stack.callback(_notes.remove, note)
+        yield
+
+
+def _is_ours(code: CodeType, read: Any) -> bool:
+    """Return True for code of this package, but for `read`, beneath which a property reads other attributes."""
+    return code.co_filename.startswith(MEMGRAPH) and code is not read.__code__
+
+
+def _telling() -> dict[str, Callable[..., Any]]:
+    """Return methods of `nn.Module` that tell of reads and writes."""
+    get, set_, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
+
+    def tell(module: nn.Module, name: str, is_write: bool) -> None:
+        thread = get_ident()
+        for of, read, write in _notes:
+            if of == thread:
+                (write if is_write else read)(module, name)
 
     def read(module: nn.Module, name: str) -> Any:
-        if get_ident() == thread:
-            code = sys._getframe(1).f_code
-            if code not in FINDING and not code.co_filename.startswith(MEMGRAPH):
-                note(module, name)
+        code = sys._getframe(1).f_code
+        if code not in FINDING and not _is_ours(code, read):
+            tell(module, name, False)
         return get(module, name)
 
-    with patch.object(nn.Module, "__getattribute__", read):
+    def write(module: nn.Module, name: str, value: Any) -> None:
+        tell(module, name, True)
+        set_(module, name, value)
+
+    def remove(module: nn.Module, name: str) -> None:
+        tell(module, name, False)  # it has to be there
+        delete(module, name)
+
+    return {"__getattribute__": read, "__setattr__": write, "__delattr__": remove}
+
+
+@contextmanager
+def noting_objects(kinds: Iterable[type], note: Callable[[str], object]) -> Iterator[None]:
+    """Tell of the names of attributes that the block reads of objects of these classes, by whatever code."""
+    thread, get = get_ident(), object.__getattribute__
+
+    def read(thing: Any, name: str) -> Any:
+        if get_ident() == thread and not _is_ours(sys._getframe(1).f_code, read):
+            note(name)
+        return get(thing, name)
+
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(kind, "__getattribute__", read))
         yield
 
 
@@ -126,10 +179,6 @@ def refuse_set_attributes(standing: Iterable[Tensor]) -> None:
             )
 
 
-def _is_package(path: str) -> bool:
-    return any(part in PACKAGES for part in Path(path).parts)
-
-
 def _asked_text(real: _Real, name: str) -> str:
     return (
         f"forward asks for the attribute {name} of {real.label}, which no later call can be compared by: "
@@ -151,7 +200,7 @@ def noting_attributes(note: Callable[[Tensor, str], object]) -> Iterator[None]:
         if real is None or not is_watched(code):
             return False
         # Libraries ask tensors for what only those of another framework have.
-        return name in vars(real.tensor) or hasattr(Tensor, name) or not _is_package(code)
+        return name in vars(real.tensor) or hasattr(Tensor, name) or not is_package_file(Path(code))
 
     def refuse(text: str) -> NoReturn:
         errors.append(CaptureError(text))

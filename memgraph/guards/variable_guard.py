@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .contents import IdentityKey, is_weak
-from .module_attributes import CONSTANTS, STATES, AttributeWalk
+from .contents import STATES, WEAK, IdentityKey, is_weak
+from .module_attributes import CONSTANTS, AttributeWalk
 from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .packages import is_open
@@ -136,10 +136,8 @@ class VariableWalk(PlainWalk):
             self._alive.append(thing)
             self.tokens.append(IdentityKey(thing))
             return
-        if is_weak(thing):
-            self._describe_weak(thing, depth)
-            return
-        is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
+        is_weakly = kind in WEAK or is_weak(thing)
+        is_object = is_weakly or isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
         if kind in STATES or is_object:
             AttributeWalk._describe_new(self, thing, depth)
         else:

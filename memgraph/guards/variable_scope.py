@@ -88,6 +88,20 @@ class OuterVariable(NamedTuple):
         return id(self.scope.owner), self.name
 
 
+class Whole(NamedTuple):
+    """A class or an object whose attributes count once some code names them.
+
+    Attributes:
+        inherited: names of its bases, and of its class: an attribute that it gets may hide theirs.
+    """
+
+    title: str
+    owner: Any
+    is_installed: bool
+    depth: int
+    inherited: frozenset[str]
+
+
 class Mention(NamedTuple):
     """A place in code that names a variable: whether it assigns to it, minus the line, and `path:line in function`."""
 

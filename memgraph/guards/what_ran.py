@@ -29,20 +29,23 @@ from torch import Tensor, fx, nn
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
-from .code_reads import CodeReads, code_reads, library_loads, mentions_any
+from .code_reads import CodeReads, code_reads, mentions_any
+from .contents import STATES
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
-from .module_attributes import CONSTANTS, STATES
+from .module_attributes import CONSTANTS
 from .module_proxy import ModuleProxy
 from .packages import is_installed, is_library, is_open, module_of
-from .variable_scope import OuterVariable, Reads, Scope, cell_contents, mentions
+from .variable_scope import WHOLE, OuterVariable, Reads, Scope, Whole, cell_contents, mentions
 
 CONTAINERS = (dict, list, tuple, set, deque)
+GETTERS = (operator.attrgetter, operator.methodcaller)
 CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
 FOUND_BY = dict.fromkeys(("getenv", "getenvb", "expanduser", "expandvars"), (os, "environ"))  # what these read
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 HOLDERS = ("collections", "configparser", "multiprocessing", "threading")  # of Python's library
 NAMESPACES = (SimpleNamespace, Namespace)
+UNTOLD = frozenset({"__getattribute__", "getattr_static"})  # read attributes past what tells of it
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
@@ -55,20 +58,6 @@ class Entered(NamedTuple):
     around: tuple[CodeType, ...]
 
 
-class Whole(NamedTuple):
-    """A class or an object whose attributes count once some code names them.
-
-    Attributes:
-        inherited: names of its bases, and of its class: an attribute that it gets may hide theirs.
-    """
-
-    title: str
-    owner: Any
-    is_installed: bool
-    depth: int
-    inherited: frozenset[str]
-
-
 class WhatRan:
     """A record of the code that is entered while some submodules run.
 
@@ -78,6 +67,7 @@ class WhatRan:
         functions: with their closures and defaults.
         codes: where each was entered first.
         takes_any: some of it reads attributes by names that it computes.
+        kinds: classes of objects in attributes, which tell what is read of them.
     """
 
     def __init__(self, parts: Iterable[tuple[str, nn.Module]] = (), tensors: Sequence[Tensor] = ()) -> None:
@@ -89,13 +79,13 @@ class WhatRan:
         self.codes: dict[CodeType, Entered] = {}
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
-        self._loads, self._stores, self._attributes = set[str](), set[str](), set[tuple[int, str]]()
+        self._loads, self._told, self._attributes = set[str](), set[str](), set[tuple[int, str]]()
+        self.kinds = set[type]()
         self.takes_any = False
         self._whole: dict[int, Whole] = {}
         self._seen, self._taken = set[int](), set[int]()  # functions, and objects all of whose attributes count
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._held: dict[int, Any] = {}
-        self._found = FoundFunctions()
+        self._optimizers, self._found = list[torch.optim.Optimizer](), FoundFunctions()
         self._own = {id(part): part for _, part in self.parts}
         for part in list(self._own.values()):
             self._enter_part(part)
@@ -128,20 +118,26 @@ class WhatRan:
             for value in scope.content().values():
                 if isinstance(value, FunctionCache):
                     self._hold(value)
-        named = None if self.takes_any else frozenset(self._names - (self._stores - self._loads))
+        is_any = not self._told.isdisjoint(WHOLE) or not self._names.isdisjoint(UNTOLD)
+        named = None if is_any else frozenset(self._told)
         return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), frozenset(self._attributes), named)
 
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
         return variable.name in self._known.get(id(variable.scope.owner), ())
 
-    def takes(self, kind: type, name: str) -> bool:
-        """Return True if code that ran, or a method of torch's that may have, takes an attribute of this name."""
-        return self.takes_any or name in self._loads or any(name in library_loads(base) for base in kind.__mro__)
+    def takes(self, part: nn.Module, name: str) -> bool:
+        """Return True if an attribute of a module was read, or code that ran has a branch which may."""
+        noted = any((id(part), each) in self._attributes for each in (name, *WHOLE))
+        return noted or self.takes_any or name in self._loads
 
     def read_attribute(self, part: nn.Module, name: str) -> None:
         """Note that an attribute of a module is read."""
         self._attributes.add((id(part), name))
+
+    def read_name(self, name: str) -> None:
+        """Note that an attribute of this name is read of an object of one of `kinds`."""
+        self._told.add(name)
 
     def line(self, variable: OuterVariable) -> str:
         """Return the line that assigns to a variable, or else names it, as `path:line in function`; empty without."""
@@ -195,7 +191,6 @@ class WhatRan:
                 self._own[id(first)] = first  # the call makes it
             self._enter_module(first)
         self._loads |= reads.loads
-        self._stores |= reads.names - reads.loads
         self._mention({*reads.names, frame.f_code.co_name}, reads.takes_any)
 
     def _enter_part(self, part: nn.Module) -> None:
@@ -259,7 +254,7 @@ class WhatRan:
             self._add(f"{title}.{{}}", installed, owner, {name})
             value = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
             is_last, label = place == len(path) - 1, f"{title}.{name}"
-            if isinstance(value, (*WRAPPERS, *CONTAINERS, nn.Module)):
+            if isinstance(value, (*WRAPPERS, *CONTAINERS, *GETTERS, nn.Module)):
                 self._hold(value)
             if isinstance(value, type):
                 self._enter_class(value)
@@ -280,8 +275,8 @@ class WhatRan:
 
     def _hold(self, value: Any, depth: int = 0) -> None:
         """Note the functions that a value leads to, the classes of objects there, and the objects of bound methods."""
-        if isinstance(value, type):
-            self._enter_class(value)
+        if isinstance(value, type | ModuleType):
+            self._enter_class(value) if isinstance(value, type) else self._enter_file(value)
         self._enter_module(value)
         if id(value) in self._held or depth > DEPTH or isinstance(value, (*CONSTANTS, *CLOSED, Tensor)):
             return
@@ -291,6 +286,7 @@ class WhatRan:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
             self._found.note(value)
+            self._add(f"{value.__qualname__}.{{}}", is_installed(value), vars(value), set(vars(value)))
             file = value.__code__.co_filename  # a decorator of torch's has given it the module of what it wraps
             is_theirs = not is_watched(file) and not file.startswith(MEMGRAPH)
             if value.__closure__ and is_theirs and id(value) not in self._seen:
@@ -299,10 +295,8 @@ class WhatRan:
             for each in (*inside, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._hold(each, depth if isinstance(each, WRAPPERS) else depth + 1)
             return
-        if isinstance(value, operator.attrgetter | operator.methodcaller):
-            names = {part for text in value.__reduce__()[1] for part in str(text).split(".")}
-            self._loads |= names
-            self._mention(names)
+        if isinstance(value, GETTERS):
+            self._mention({part for text in value.__reduce__()[1] for part in str(text).split(".")})
         if isinstance(value, FunctionCache):
             for kept in gc.get_referents(value):
                 for result in kept.values() if type(kept) is dict else (kept,):
@@ -321,6 +315,12 @@ class WhatRan:
             self._enter_object(type(value.__self__).__qualname__, value.__self__, 0)
         for each in list(inside):
             self._hold(each, depth + 1)
+
+    def _enter_file(self, file: ModuleType) -> None:
+        """Let the variables of a file that an attribute leads to count, once they are named."""
+        if not is_library(file.__name__) and id(vars(file)) not in self._whole:
+            self._whole[id(vars(file))] = Whole(file.__name__, vars(file), is_installed(file), DEPTH, frozenset())
+            self._name_attributes(self._whole[id(vars(file))])
 
     def _enter_class(self, kind: type) -> None:
         meta: Any = type(kind)

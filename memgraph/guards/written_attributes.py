@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
-from unittest import mock
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -22,16 +21,12 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from ..tensors.pytree import CONSTANTS, Spec, flatten
 from .containers import restore_container
-from .variable_scope import overridden
-from .what_ran import WhatRan
+from .read_objects import noting_modules
+from .variable_scope import WHOLE
 
 
 class Absent:
     """Stands for the value of an attribute that is not there."""
-
-
-class Unwritten:
-    """Stands for the value of an attribute that no code takes, until a trace writes it."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,6 @@ class Attribute:
     def key(self) -> tuple[int, str]:
         """The submodule, by its id, and the name."""
         return id(self.part()), self.name
-
-    def clear(self) -> None:
-        """Remove the attribute."""
-        self.items.pop(self.name, None)
 
     def fill(self, value: Any) -> None:
         """Set the attribute, the items of containers in place."""
@@ -103,88 +94,42 @@ def written_attributes(module: nn.Module) -> WrittenAttributes:
 
 
 class AttributeWatch:
-    """Hides attributes for a block, and tells which of these it has read before it wrote them, and which it wrote.
+    """Tells which attributes a block has read before it wrote them, and which it wrote."""
 
-    Where a class has the name as well, or finds attributes in its own way, it counts as read if code that `ran` takes
-    the name, and a value stands for it if none had done so before. Code that computes names reads all.
-
-    Attributes:
-        is_blind: such code has run, and some were hidden from it.
-    """
-
-    def __init__(self, attributes: Iterable[Attribute], ran: WhatRan) -> None:
-        self.is_blind = False
+    def __init__(self, attributes: Iterable[Attribute]) -> None:
         self.read = set[Attribute]()
-        self._ran = ran
-        self._attributes = [*dict.fromkeys(attributes)]
-        self._hidden: dict[tuple[int, str], tuple[Attribute, Any]] = {}
-        self._shown: list[tuple[Attribute, Any]] = []
-        self._replaced: list[tuple[Attribute, Any]] = []
+        self._before = {each: each.value for each in attributes}
+        self._known = {each.key: each for each in self._before}
+        self._set = set[Attribute]()
         self._written: set[Attribute] | None = None  # once the block has ended
 
     def written(self) -> set[Attribute]:
         """Return the attributes that the block has written so far, be it what they had before."""
         if self._written is not None:
             return self._written
-        found = {each for each, value in self._shown if each.value is not value}
-        found |= {each for each, _ in self._replaced if each.value is not Unwritten}
-        return found | {each for each, _ in self._hidden.values() if each.value is not Absent}
+        return self._set | {each for each, value in self._before.items() if each.value is not value}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        plain: Any = nn.Module.__getattr__
-
-        def find(part: nn.Module, name: str) -> Any:
-            if (found := self._hidden.pop((id(part), name), None)) is None:
-                return plain(part, name)
-            attribute, value = found
-            self.read.add(attribute)
-            attribute.fill(value)
-            return plain(part, name) if value is Absent else value
-
-        if self._ran.takes_any:
-            self.read |= {*self._attributes}
-            self._attributes = []
-        orders = {each.part: (each.items, list(each.items)) for each in self._attributes}
-        for attribute in self._attributes:
-            value = attribute.value
-            if can_hide(attribute):
-                self._hidden[attribute.key] = attribute, value
-                attribute.clear()
-            elif value is Absent:
-                self.read.add(attribute)
-            elif self._takes(attribute):
-                self._shown.append((attribute, value))
-            else:
-                self._replaced.append((attribute, value))
-                attribute.fill(Unwritten)
-        try:
-            with mock.patch.object(nn.Module, "__getattr__", find) if self._hidden else nullcontext():
+        with noting_modules(self._note_read, self._note_write):
+            try:
                 yield
-        finally:
-            written = self.written()
-            for attribute, value in (*self._replaced, *self._hidden.values()):
-                if attribute not in written:
-                    attribute.fill(value)
-            self.read |= {each for each, _ in (*self._shown, *self._replaced) if self._takes(each)}
-            for items, names in orders.values():
-                _put_in_order(items, names)
-            self.is_blind = self._ran.takes_any and bool(self._hidden or self._replaced)
-            self._written = written
+            finally:
+                self._written = self.written()
 
-    def _takes(self, attribute: Attribute) -> bool:
-        return self._ran.takes(type(attribute.part()), attribute.name)
+    def _note_read(self, part: nn.Module, name: str) -> None:
+        if name in WHOLE:
+            self.read |= {each for each in self._before if each.part() is part and each not in self._set}
+        elif (attribute := self._known.get((id(part), name))) is not None and attribute not in self._set:
+            self.read.add(attribute)
+
+    def _note_write(self, part: nn.Module, name: str) -> None:
+        if (attribute := self._known.get((id(part), name))) is not None:
+            self._set.add(attribute)
 
     def not_read(self) -> set[Attribute]:
         """Return those that the block has not read before it wrote them."""
-        return {*self._attributes} - self.read
-
-
-def can_hide(attribute: Attribute) -> bool:
-    """Return True if an attribute that is gone is asked for in a way that can be watched."""
-    kind: Any = type(attribute.part())
-    has_own = not overridden(kind).isdisjoint(("__getattr__", "__getattribute__"))
-    return not has_own and not any(attribute.name in vars(base) for base in kind.__mro__)
+        return self._before.keys() - self.read
 
 
 def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attribute]) -> tuple[list[Any], Spec]:
@@ -202,12 +147,6 @@ def call_leaves(args: Sequence[Any], kwargs: dict[str, Any], held: Sequence[Attr
                 "in another attribute"
             )
     return flatten((args, kwargs, *(each.value for each in held)))
-
-
-def _put_in_order(items: dict[str, Any], names: Iterable[str]) -> None:
-    """Let items be in the order of these names, and others behind them."""
-    if list(items)[: len(order := [name for name in names if name in items])] != order:
-        restore_container(items, {name: items[name] for name in (*order, *items)})
 
 
 def _filled(now: Any, value: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from tests.support.streamed_state import Optimizer
+if TYPE_CHECKING:  # it wants pytest
+    from tests.support.streamed_state import Optimizer
 
 
 class Chain(optim.Optimizer):

@@ -47,8 +47,6 @@ def trace_joint(
     with eager_behavior(call, mode) as before:
         traced = partial(_traced, mode=mode, wanted=wanted, recorder=recorder)
         step, graph = traced(call, before)
-        if step.python.watch.is_blind:
-            step, graph = traced(call, before)
         if numbers := step.python.changed_numbers:
             step, graph = _counted(partial(traced, call, before), step, graph, numbers, before)
         require_held(before, step.python.writes, step.python.watch.read)

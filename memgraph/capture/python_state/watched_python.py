@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
 from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes, attributes_with_tensors
 from ...guards.outer_snapshot import holds
-from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, can_hide, written_attributes
+from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, written_attributes
 from ...tensors.traced_number import is_traced
 from .counted_numbers import changed_numbers, counting
 from .function_caches import refuse_kept_draws
@@ -33,8 +33,8 @@ class WatchedPython:
         """Forward may read the attributes `tried`, or write them first, as all that have tensors."""
         self.module, self.before, self.counted = module, before, counted
         written = written_attributes(module)
-        found = [each for each in attributes_with_tensors(before) if each not in written.held and can_hide(each)]
-        self.watch = AttributeWatch([*written.unread, *tried, *found], before.outer.ran)
+        found = (each for each in attributes_with_tensors(before) if each not in written.held)
+        self.watch = AttributeWatch([*written.unread, *tried, *found])
         self._formulas: list[AttributeWrite] = []
         self.after = before
         self.writes = AttributeWrites()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import logging
+import operator
+import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ from torch import Tensor, nn
 import memgraph
 
 X = torch.ones(2, 4)
+T = TypeVar("T")
+GET, GETATTR, VARS, FIELD = operator.attrgetter("unread"), getattr, vars, "{0.unread}"
 
 
-class Trainer:
+class Trainer(abc.ABC, Generic[T]):
     """Has what a loop has; `late` is not there at first."""
 
     def __init__(self) -> None:
@@ -38,6 +43,10 @@ class Config:
 
     scale: int = 2
     unread: int = 0
+    got = property(operator.attrgetter("unread"))
+
+    def __getstate__(self) -> Any:
+        return dict(self.__dict__)
 
 
 class Reading(nn.Linear):
@@ -110,7 +119,7 @@ READS: dict[str, tuple[Callable[[Any], float], Callable[[Any, int], object], int
     "one that a branch reads": (
         lambda t: t.steps if t.epoch else 1,
         step_and("epoch", lambda step: min(step // 3, 1)),
-        6,
+        4,
     ),
     "what a function in a branch reads": (lambda t: later(t) if t.epoch else 1, count, 4),
     "one that comes, in a branch": (
@@ -128,6 +137,15 @@ WHOLE: dict[str, Callable[[Any], float]] = {
     "asdict": lambda t: sum(dataclasses.asdict(t.config).values()),
     "copy": lambda t: copy.copy(t.config).unread,
     "vars": lambda t: sum(vars(t.config).values()),
+    "attrgetter": lambda t: GET(t.config),
+    "a property of a getter": lambda t: t.config.got,
+    "getattr by another name": lambda t: GETATTR(t.config, "un" + "read"),
+    "vars by another name": lambda t: VARS(t.config)["un" + "read"],
+    "format": lambda t: float(FIELD.format(t.config)),
+    "pickle": lambda t: float(len(pickle.dumps(t.config))),
+    "__getstate__": lambda t: sum(t.config.__getstate__().values()),
+    "object.__getattribute__": lambda t: object.__getattribute__(t.config, "un" + "read"),
+    "deepcopy": lambda t: GET(copy.deepcopy(t.config)),
     "fields": lambda t: sum(getattr(t.config, field.name) for field in dataclasses.fields(t.config)),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import types
 import weakref
 from collections.abc import Callable
@@ -268,3 +269,107 @@ def _() -> Any:
 def _() -> Any:
     """the strides of a tensor that is no buffer, in place"""
     return attribute(lambda: torch.rand(4, 4), lambda m, x: m.held @ x, lambda m: m.held.t_())
+
+
+class Private:
+    """Has its value in a slot whose name is the class's own."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = 2
+
+    def get(self) -> int:
+        return self.__value
+
+    def put(self, value: int) -> None:
+        self.__value = value
+
+
+class Trouble(Exception):
+    """Has an attribute."""
+
+    scale: int
+
+
+def noted(hold: Any, name: str = "scale") -> Any:
+    """Return what an attribute may lead to, with an attribute of its own."""
+    setattr(hold, name, 2)
+    return hold
+
+
+@of("attributes")
+def _() -> Any:
+    """a private slot of an object"""
+    return attribute(Private, lambda m, x: x * m.held.get(), lambda m: m.held.put(3))
+
+
+@of("attributes")
+def _() -> Any:
+    """an attribute of an exception"""
+    return attribute(lambda: noted(Trouble()), lambda m, x: x * m.held.scale, lambda m: setattr(m.held, "scale", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """an attribute of a function"""
+    return attribute(lambda: noted(lambda: None), lambda m, x: x * m.held.scale, lambda m: setattr(m.held, "scale", 3))
+
+
+@of("attributes")
+def _() -> Any:
+    """a variable of a file of Python"""
+    return attribute(
+        lambda: noted(types.ModuleType("settings")),
+        lambda m, x: x * m.held.scale,
+        lambda m: setattr(m.held, "scale", 3),
+    )
+
+
+@of("attributes")
+def _() -> Any:
+    """the `maxlen` of a deque"""
+    return attribute(
+        lambda: collections.deque([1], maxlen=2),
+        lambda m, x: x * m.held.maxlen,
+        lambda m: setattr(m, "held", collections.deque([1], maxlen=3)),
+    )
+
+
+@of("attributes")
+def _() -> Any:
+    """the strides of an array of numpy"""
+    return attribute(
+        lambda: np.ones(4)[:2],
+        lambda m, x: x * m.held.strides[0],
+        lambda m: setattr(m, "held", np.ones(4)[::2]),
+    )
+
+
+@of("attributes")
+def _() -> Any:
+    """-0.0 as a key of a dict"""
+    return attribute(
+        lambda: {0.0: 1},
+        lambda m, x: x * (2 + math.copysign(1, next(iter(m.held)))),
+        lambda m: setattr(m, "held", {-0.0: 1}),
+    )
+
+
+@of("attributes")
+def _() -> Any:
+    """an object behind a weak reference that dies"""
+    kept = [Settings()]
+    return attribute(
+        lambda: weakref.ref(kept[0]), lambda m, x: x if m.held() is None else x * 2, lambda m: kept.clear()
+    )
+
+
+@of("attributes")
+def _() -> Any:
+    """another method behind a `weakref.WeakMethod`"""
+    return attribute(
+        lambda: weakref.WeakMethod(TARGET.doubled),
+        lambda m, x: x * m.held()(),
+        lambda m: setattr(m, "held", weakref.WeakMethod(TARGET.quadrupled)),
+    )

@@ -131,6 +131,9 @@ class Settings:
     def doubled(self) -> int:
         return 2 * self.scale
 
+    def quadrupled(self) -> int:
+        return 4 * self.scale
+
     @property
     def tripled(self) -> int:
         return 3 * self.scale
