@@ -54,7 +54,8 @@ class Reading(nn.Linear):
 
     def __init__(self, read: Callable[[Any], float]) -> None:
         super().__init__(4, 4)
-        self.read, self.trainer = read, Trainer()
+        self.read = read
+        self.trainer: Any = Trainer()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.read(self.trainer)
@@ -65,7 +66,7 @@ class Noting(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.trainer = Trainer()
+        self.trainer: Any = Trainer()
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
