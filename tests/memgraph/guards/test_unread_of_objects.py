@@ -164,3 +164,29 @@ def test_code_that_reads_all_of_an_object_reads_each_attribute(name: str, caplog
 
 def test_what_forward_writes_and_never_reads_is_no_fact(caplog: pytest.LogCaptureFixture) -> None:
     assert outcome(Noting(), lambda trainer, step: None, caplog) == 1
+
+
+class Sealed(type):
+    """Lets nobody set attributes of its classes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError("sealed")
+
+
+class Fixed(metaclass=Sealed):
+    """Is of such a class."""
+
+    def __init__(self) -> None:
+        self.scale, self.mean = 2, 0.0
+
+
+def test_all_of_an_object_counts_whose_class_can_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    module = Reading(lambda t: t.scale)
+    module.trainer = Fixed()
+    assert outcome(module, lambda trainer, step: setattr(trainer, "scale", step // 3), caplog) == 2
+
+
+def test_classes_are_as_they_were_after_a_capture() -> None:
+    memgraph.compile(module := Reading(lambda t: t.scale()), "1GB", time_limit=0)(X)
+    assert all("__getattribute__" not in vars(kind) for kind in (Trainer, Config, nn.Module))
+    assert module.trainer.scale() == 2
