@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from benchmarks.records import surroundings, write
+from benchmarks.records import FOLDER, surroundings, write
 from benchmarks.sides import Side
 from memgraph.optim.update_unit import unit_of
 from tests.support.allocator_meter import Allocator, preloaded
@@ -39,6 +40,7 @@ from tests.support.other_optimizers import muon_and_adamw
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 PER, BATCH, RATE = (1.5, 1.0, 0.3), 16, 1e-3
+DEFAULT = "24 layers of width 1024"
 BEGIN = "<!-- written by python -m benchmarks.optimizers -->"
 Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
 
@@ -194,20 +196,32 @@ def main(
     layers: int = 24,
     width: int = 1024,
 ) -> None:
-    """Print one table, and write it; exit with 1 if bits differ or a budget is broken."""
+    """Print one table, with rows of earlier runs, and write it; exit with 1 if bits differ or a budget is broken."""
     rows, console = list[Row](), Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         counted = preloaded(Path(folder))
         for name in names or OPTIMIZERS:
             rows.append(row := row_of(name, per or PER, (steps, layers, width), counted))
             console.print(f"{name}: " + "; ".join(f"{each}: {row.cell(each)}" for each in row.budgets))
-    text = page(rows, steps, layers, width)
-    print(text)
-    if not names:
-        write("optimizers", f"{layers} layers of width {width}", [asdict(row) for row in rows])
+    part = f"{layers} layers of width {width}"
+    found = {row.optimizer: row for row in (*kept(part), *rows)}
+    every = [found[name] for name in OPTIMIZERS if name in found]
+    print(text := page(every, steps, layers, width))
+    if part == DEFAULT and not per:
+        write("optimizers", part, [asdict(row) for row in every])
         PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n\n" + text)
     cells = [row.cell(each) for row in rows for each in row.budgets]
     raise typer.Exit(any("UNEQUAL" in cell or "OVER" in cell for cell in cells))
+
+
+def kept(part: str) -> list[Row]:
+    """Return the rows of earlier runs of these sizes."""
+    path = FOLDER / "optimizers.json"
+    found = json.loads(path.read_text()).get(part, {"rows": []}) if path.is_file() else {"rows": []}
+    return [
+        Row(**{**row, "budgets": {per: Trained(**each) for per, each in row["budgets"].items()}})
+        for row in found["rows"]
+    ]
 
 
 def row_of(name: str, per: Iterable[float], sizes: tuple[int, int, int], counted: Mapping[str, str]) -> Row:

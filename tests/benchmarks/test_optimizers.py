@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from benchmarks.optimizers import OPTIMIZERS, PAGE, Row, Trained, row_of
-from benchmarks.records import FOLDER
+from benchmarks.optimizers import DEFAULT, OPTIMIZERS, PAGE, Row, Trained, kept, row_of
 from tests.support.allocator_meter import compiler, preloaded
 
 
-def kept() -> list[Row]:
-    (part,) = json.loads((FOLDER / "optimizers.json").read_text()).values()
-    rows = [Row(**row) for row in part["rows"]]
-    for row in rows:
-        row.budgets = {per: Trained(**found) for per, found in row.budgets.items()}  # type: ignore[arg-type]
-    return rows
-
-
 def test_the_page_has_the_results() -> None:
-    rows, lines = kept(), PAGE.read_text().splitlines()
+    rows, lines = kept(DEFAULT), PAGE.read_text().splitlines()
     assert [row.optimizer for row in rows] == list(OPTIMIZERS)
     for row in rows:
         assert row.line in lines
 
 
 def test_all_that_was_trained_is_eagers_and_within_its_budget() -> None:
-    cells = [row.cell(per) for row in kept() for per in row.budgets]
+    cells = [row.cell(per) for row in kept(DEFAULT) for per in row.budgets]
     assert not [cell for cell in cells if "UNEQUAL" in cell or "OVER" in cell]
     assert sum(cell.startswith("equal") for cell in cells) >= 50
 
