@@ -31,7 +31,7 @@ from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
-from ..tensors.parameter_groups import state_tensors
+from ..tensors.parameter_groups import option_tensors, state_tensors
 from ..tensors.state_leaves import is_movable, state_leaves
 from .elementwise import ELEMENTWISE, is_elementwise
 from .fake_step import FakeStep, fake_step
@@ -55,7 +55,7 @@ _measured: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, Optimizer
 
 
 def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:
-    """Return the bytes of all states, and the most that one update allocates and frees.
+    """Return the bytes of all states and of options that are tensors, and the most that one update allocates and frees.
 
     Raises:
         UpdateError: its step can't be called without a closure, or not with dense gradients.
@@ -66,7 +66,7 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
         sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
         states.append(profiler.states_nbytes(kinds_of(rows)))
         workspaces.append(profiler.workspace(rows, sure))
-    return sum(states), max(workspaces)
+    return sum(states) + resident_bytes(option_tensors(optimizer)), max(workspaces)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:

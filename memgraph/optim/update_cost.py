@@ -27,6 +27,8 @@ from passes.order.early_updates import update_early
 
 from ..graph.captured import Captured, Input, Output
 from ..graph.nodes import returned_values
+from ..profile.memory_meter import resident_bytes
+from ..tensors.parameter_groups import option_tensors
 from .optimizer_profiler import (
     OptimizerProfiler,
     kinds_of,
@@ -113,7 +115,8 @@ def _with_updates(
     kinds = dict(zip(chain.from_iterable(rows), kinds_of(rows), strict=True))
     workspaces = {p: profiler.update_workspace(kind) for p, kind in kinds.items()}
     states = {p: _state(state_value(i), size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
-    rest = _state(STATE, sum(profiler.states[kind] for kind in kinds.values()) - sum(sizes.values()), name)
+    every = sum(profiler.states[kind] for kind in kinds.values()) + resident_bytes(option_tensors(optimizer))
+    rest = _state(STATE, every - sum(sizes.values()), name)
 
     def with_states(op: Op) -> Op:
         if op.name not in updates:

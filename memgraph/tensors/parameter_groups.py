@@ -36,6 +36,13 @@ def state_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
     return {id(plain): plain for leaf in tree_leaves(states) for plain in _plain_tensors(leaf)}.values()
 
 
+def option_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Return the tensors among the options of groups, as a learning rate, with those of optimizers that it holds."""
+    groups = (group for each in (optimizer, *held_optimizers(optimizer)) for group in each.param_groups)
+    options = (value for group in groups for key, value in group.items() if key != "params")
+    return {id(value): value for value in options if isinstance(value, Tensor)}.values()
+
+
 def _plain_tensors(leaf: object) -> Iterator[Tensor]:
     if hasattr(leaf, "__tensor_flatten__"):
         for name in leaf.__tensor_flatten__()[0]:
