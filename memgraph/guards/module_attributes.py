@@ -99,7 +99,7 @@ class AttributeWalk:
         self._insides: list[dict[str, Any]] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
-        self.kinds = set[type]()  # of objects of which attributes may be left out
+        self.kinds = set[type]()  # of objects, of whose attributes those count that are read
 
     @functools.cached_property
     def group(self) -> tuple[Hashable, ...]:
@@ -209,10 +209,9 @@ class AttributeWalk:
         walk = AttributeWalk(self.inputs, self.ignored, self.owned, self.names)
         walk.numbers |= dict.fromkeys(self.owned or (), 0)
         for each in referents_of(thing):
-            if isinstance(each, nn.Module):  # what is read of it is known otherwise
-                walk.tokens.append(IdentityKey(each))
-            else:
-                walk.describe(each, depth + 1)
+            kind: Any = type(each)  # another one counts by identity: nothing tells what is read of it
+            is_open = kind in (*CONSTANTS, dict, list, tuple, types.FunctionType) or tells_reads(kind)
+            walk.describe(each, depth + 1) if is_open else walk.tokens.append(IdentityKey(each))
         self.kinds |= walk.kinds
         return tuple(walk.tokens)
 

@@ -30,7 +30,7 @@ def is_open(kind: type) -> bool:
 def tells_reads(kind: type) -> bool:
     """Return True for a class of the user's whose objects can tell which of their attributes are read.
 
-    Methods that are written in C, as of other bases, read them in ways that tell nobody.
+    Methods that are written in C, as those of other bases, read them unseen.
     """
     is_plain = getattr(kind, "__getattribute__", None) is object.__getattribute__
     return is_plain and all(not is_installed(base) or base in PLAIN for base in kind.__mro__)

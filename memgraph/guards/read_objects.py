@@ -152,7 +152,7 @@ def noting_objects(kinds: Iterable[type], note: Callable[[str], object]) -> Iter
         for kind in kinds:
             try:
                 stack.enter_context(patch.object(kind, "__getattribute__", read))
-            except Exception:  # a class that lets nobody set its attributes: then all of its objects counts
+            except Exception:  # its attributes can't be set: then all of its objects counts
                 note("__dict__")
         yield
 

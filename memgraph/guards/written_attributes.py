@@ -104,10 +104,10 @@ class AttributeWatch:
         self._written: set[Attribute] | None = None  # once the block has ended
 
     def written(self) -> set[Attribute]:
-        """Return the attributes that the block has written so far, be it what they had before."""
+        """Return the attributes that the block has written so far; those not read, whatever they had before."""
         if self._written is not None:
             return self._written
-        return self._set | {each for each, value in self._before.items() if each.value is not value}
+        return (self._set - self.read) | {each for each, value in self._before.items() if each.value is not value}
 
     @contextmanager
     def watching(self) -> Iterator[None]:

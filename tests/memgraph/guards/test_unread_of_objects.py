@@ -167,7 +167,7 @@ def test_what_forward_writes_and_never_reads_is_no_fact(caplog: pytest.LogCaptur
 
 
 class Sealed(type):
-    """Lets nobody set attributes of its classes."""
+    """Refuses to set attributes of its classes."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError("sealed")
