@@ -117,7 +117,9 @@ def slots(thing: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def _slots_of(kind: Any) -> tuple[str, ...]:
-    groups = [(base.__name__.lstrip("_"), vars(base).get("__slots__", ())) for base in kind.__mro__]
+    """Leave out those of this package's own classes, which stand for other objects."""
+    bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != __name__.partition(".")[0])
+    groups = [(base.__name__.lstrip("_"), vars(base).get("__slots__", ())) for base in bases]
     names = [
         f"_{base}{name}" if name.startswith("__") and not name.endswith("__") and base else name
         for base, group in groups

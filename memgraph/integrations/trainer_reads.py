@@ -13,8 +13,7 @@ from typing import Any
 class TrainerReads:
     """Stands for a trainer in a module that is captured.
 
-    It has no attributes but its slots, whose names begin with two underscores, so that a captured step does not
-    depend on its contents.
+    It has no attributes but its slots, and no captured step depends on those of a class of this package.
     """
 
     __slots__ = ("__names", "__trainer", "__values")
