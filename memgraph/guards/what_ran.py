@@ -318,7 +318,7 @@ class WhatRan:
 
     def _enter_file(self, file: ModuleType) -> None:
         """Let the variables of a file that an attribute leads to count, once they are named."""
-        if not is_library(file.__name__) and id(vars(file)) not in self._whole:
+        if not is_installed(file) and id(vars(file)) not in self._whole:
             self._whole[id(vars(file))] = Whole(file.__name__, vars(file), is_installed(file), DEPTH, frozenset())
             self._name_attributes(self._whole[id(vars(file))])
 
