@@ -117,13 +117,14 @@ def slots(thing: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def _slots_of(kind: Any) -> tuple[str, ...]:
-    """Leave out those of this package's own classes, which stand for other objects."""
-    bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != __name__.partition(".")[0])
-    groups = [(base.__name__.lstrip("_"), vars(base).get("__slots__", ())) for base in bases]
+    """Leave out private ones of this package's own classes, which stand for other objects."""
+    groups = [(base.__name__.lstrip("_"), vars(base).get("__slots__", ())) for base in kind.__mro__]
+    is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
     names = [
         f"_{base}{name}" if name.startswith("__") and not name.endswith("__") and base else name
         for base, group in groups
         for name in ((group,) if isinstance(group, str) else tuple(group))
+        if not (is_ours and name.startswith("__"))
     ]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__") and hasattr(kind, name))
 
