@@ -73,8 +73,8 @@ def inside_of(thing: Any) -> Sequence[Any]:
 
 
 def is_weak(thing: Any) -> bool:
-    """Return True for a weak reference or a proxy, which passes for what it stands for."""
-    return issubclass(type(thing), (weakref.ref, *weakref.ProxyTypes))
+    """Return True for a weak reference, a container of these, or a proxy, which passes for what it stands for."""
+    return type(thing) in WEAK or issubclass(type(thing), (weakref.ref, *weakref.ProxyTypes))
 
 
 def referents_of(weak: Any) -> tuple[Any, ...]:

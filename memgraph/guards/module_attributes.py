@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from .contents import (
     STATES,
-    WEAK,
     IdentityKey,
     array_content,
     holds_objects,
@@ -163,7 +162,7 @@ class AttributeWalk:
             self.tokens.append(tuple(values))
 
     def _describe_new(self, thing: Any, depth: int) -> None:
-        if type(thing) in WEAK or is_weak(thing):
+        if is_weak(thing):
             self._alive.append(thing)
             self._check(lambda: self._behind(thing, depth))
             self.tokens += [IdentityKey(type(thing)), self._behind(thing, depth)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .contents import STATES, WEAK, IdentityKey, is_weak
+from .contents import STATES, IdentityKey, is_weak
 from .module_attributes import CONSTANTS, AttributeWalk
 from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
@@ -136,9 +136,8 @@ class VariableWalk(PlainWalk):
             self._alive.append(thing)
             self.tokens.append(IdentityKey(thing))
             return
-        is_weakly = kind in WEAK or is_weak(thing)
-        is_object = is_weakly or isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
-        if kind in STATES or is_object:
+        is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
+        if kind in STATES or is_weak(thing) or is_object:
             AttributeWalk._describe_new(self, thing, depth)
         else:
             super()._describe_new(thing, depth)
