@@ -11,7 +11,7 @@ CUDA_WANTS = pytest pytest-timeout hypothesis expecttest psutil scipy pillow tra
 
 WITHIN ?= 720
 
-.PHONY: demo test long slow check bench gpu gpu-smoke gpu-kernels gpu-tests gpu-zoo gpu-figures fake-cuda versions other-python clean
+.PHONY: demo test long slow check docs bench gpu gpu-smoke gpu-kernels gpu-tests gpu-zoo gpu-figures fake-cuda versions other-python clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -20,7 +20,7 @@ demo: bench-demo
 test: $(READY)
 	OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Those of tests/long_tests.txt, or with the mark, and with libraries that train beside memgraph; no further one begins
+# Those with the mark "long", and with libraries that train beside memgraph; no further one begins
 # after WITHIN_LONG seconds.
 WITHIN_LONG ?= 3600
 
@@ -43,9 +43,14 @@ check: $(READY)
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	@echo "$$(find memgraph passes -name '*.py' | xargs cat | wc -l) lines in memgraph/ and passes/"
 	@.venv/bin/pyright --version >/dev/null || \
 		{ echo "pyright is a Node program that is fetched once: it wants node on PATH and the npm registry"; exit 1; }
 	.venv/bin/pyright
+
+# The site of the pages, in build/site; a warning is an error.
+docs: $(LIBRARIES)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 bench: $(BENCHMARKS:%=bench-%)
 
@@ -94,7 +99,7 @@ $(CUDA_READY): pyproject.toml constraints.txt
 	touch $@
 
 $(LIBRARIES): $(READY)
-	.venv/bin/pip install --quiet -c constraints.txt -e '.[libraries]'
+	.venv/bin/pip install --quiet -c constraints.txt -e '.[libraries,docs]'
 	touch $@
 
 # The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.

@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.beside import Figure
 from benchmarks.laps import Laps
-from memgraph.kernels.autotune import best_config
-from memgraph.kernels.cast import tune_cast
+from memgraph.kernels.cast import best_config, tune_cast
 from memgraph.storage.wire_cast import narrow, widen
 
 TIMES = 10

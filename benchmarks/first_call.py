@@ -46,7 +46,7 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("grads", step_graph, "accumulate_grads"),
     ("price", pricing.Pricing, "__call__"),
     ("summarize", step_graph, "summarize"),
-    ("links", pricing, "measure_links"),
+    ("links", pricing, "measure_tiers"),
     ("plan", search.PlanSearch, "__call__"),
     ("plan, adding", later_step, "plan_accumulated"),
     ("rewrite", assembly, "rewrite"),

@@ -132,7 +132,7 @@ def _planned(placement: Placement | None) -> Iterator[None]:
     with (
         mock.patch.object(search, "make_plan", given_up(placement)),
         mock.patch.object(assembly, "open_tier", tier),
-        mock.patch.object(pricing, "measure_links", linked),
+        mock.patch.object(pricing, "measure_tiers", linked),
     ):
         yield
 

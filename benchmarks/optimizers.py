@@ -115,15 +115,17 @@ class Training:
         self.net: Any = Net(layers, width, bias=name != "Muon")  # which takes matrices only
         self.optimizer = OPTIMIZERS[name](self.net.parameters())
         self.batch = torch.randn(BATCH, width)
+        self.host: int | None = None  # bytes of host memory as a tier
 
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.net.parameters())
 
     def train(self, steps: int, budget: int | None) -> Trained:
         """Return what the steps left; the bytes are those of all but the first three."""
-        step = self.net
+        self.step = step = self.net
         if budget is not None:
-            step = memgraph.compile(self.net, budget, optimizer=self.optimizer, time_limit=0)
+            step = memgraph.compile(self.net, budget, optimizer=self.optimizer, time_limit=0, host=self.host)
+            self.step = step
         most, seconds = 0, 0.0
         try:
             for i in range(steps):

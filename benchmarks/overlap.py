@@ -147,9 +147,9 @@ def queues(forecast: Forecast, machine: Machine) -> Alone:
     trace, ends = forecast.trace, (*forecast.begins[1:], forecast.us)
     for op, begin, end in zip(trace.ops, forecast.begins, ends, strict=True):
         if op.phase == "update":
-            come, go = update_nbytes(trace, op)
-            took["back"] += come / (machine.link.back or 1.0)
-            took["out"] += go / (machine.link.out or 1.0)
+            for come, go in update_nbytes(trace, op).values():
+                took["back"] += come / (machine.link.back or 1.0)
+                took["out"] += go / (machine.link.out or 1.0)
             compute += op.us
         elif op.fn not in (FREE, WAIT):
             compute += end - begin

@@ -23,7 +23,7 @@ from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.options.compile_options import CompileOptions
 from memgraph.planning.planner import Planner
-from memgraph.profile.machine_profile import measure_links
+from memgraph.profile.machine_profile import measure_tiers
 from memgraph.profile.op_profiler import OpProfiler
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Machine, make_plan, predict
@@ -49,7 +49,9 @@ def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[f
     there = sum(op.nbytes for op in trace.ops if op.is_input)
     target = Planner(model, CompileOptions(there + int(share * (plain.peak - there)))).target
     machine = Machine(target.budget)
-    machine = timed("links (measured once)", lambda: measure_links(machine, target.tier, target.device, None))
+    machine = timed(
+        "links (measured once)", lambda: measure_tiers(machine, target.tiers, target.device, target.location)
+    )
     choice = timed("plan", lambda: make_plan(trace, machine))
     planned = timed("rewrite", lambda: rewrite(graph, choice.forecast.trace))
     timed("split", lambda: partition(planned, captured.graph))

@@ -130,7 +130,7 @@ def _ours(row: Row, size: Size, laps: Laps, count: int) -> Row:
     model, batch = made(size, laps.device)
     optimizer = WideAdamW(model.parameters())
     step = memgraph.compile(
-        model, row.budget, optimizer=optimizer, fuse_update=True, pinned=PINNED, time_limit=SEARCH, lower=None
+        model, row.budget, optimizer=optimizer, fuse_update=True, host=PINNED, time_limit=SEARCH, lower=None
     )
 
     def train() -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api.budget_sweep import sweep
     from .api.compiled_module import CompiledModule
     from .api.compiler import compile, plan
+    from .api.training_folder import load_sharded, save_sharded
     from .api.training_state import load_state, save_state
     from .errors import (
         AgreementError,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         PlanError,
         RecordingError,
         ShardError,
-        SnapshotError,
         StagesBudgetError,
         StateError,
         TorchVersionError,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .integrations.activation_solver import ActivationSolver as ActivationSolver
     from .integrations.lightning_budget import LightningBudget as LightningBudget
     from .integrations.trainer import MemoryBudget
-    from .oss import OSS, GradScaler, load_sharded, save_sharded
+    from .oss import OSS, GradScaler
     from .report.budget_curve import Point, Sweep
     from .report.report import Report
     from .report.saved_plan import SavedPlan
@@ -55,16 +55,17 @@ NAMES = {  # by module, which is imported when one of its names is asked for
     "api.budget_sweep": ("sweep",),
     "api.compiled_module": ("CompiledModule",),
     "api.compiler": ("compile", "plan"),
+    "api.training_folder": ("load_sharded", "save_sharded"),
     "api.training_state": ("load_state", "save_state"),
     "errors": (
         "AgreementError", "BudgetError", "CaptureError", "CollectiveError", "FusedError", "LoweringError",
-        "MemgraphError", "NoPlanError", "OpaqueError", "PlanError", "RecordingError", "ShardError", "SnapshotError",
+        "MemgraphError", "NoPlanError", "OpaqueError", "PlanError", "RecordingError", "ShardError",
         "StagesBudgetError", "StateError", "TorchVersionError", "UnplannedError", "UpdateError",
     ),
     "integrations.activation_solver": ("ActivationSolver",),
     "integrations.lightning_budget": ("LightningBudget",),
     "integrations.trainer": ("MemoryBudget",),
-    "oss": ("OSS", "GradScaler", "load_sharded", "save_sharded"),
+    "oss": ("OSS", "GradScaler"),
     "report.budget_curve": ("Point", "Sweep"),
     "report.report": ("Report",),
     "report.saved_plan": ("SavedPlan",),
@@ -98,7 +99,6 @@ __all__ = [
     "Report",
     "SavedPlan",
     "ShardError",
-    "SnapshotError",
     "SpillError",
     "StagesBudgetError",
     "StateError",
@@ -142,6 +142,6 @@ def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(__name__)
+        return version("memgraph-torch")
     except PackageNotFoundError as error:
         raise AttributeError("memgraph was not installed, so it has no version: pip install .") from error

@@ -44,10 +44,6 @@ class PlanError(MemgraphError, ValueError):
     """A saved plan can't be reused: it is damaged, belongs to another step, or exceeds the budget."""
 
 
-class SnapshotError(MemgraphError, ValueError):
-    """A file is no memory snapshot of torch, or asks to run code when it is read. Nothing was run."""
-
-
 class FusedError(MemgraphError):
     """An operation needs gradients that `fuse_update=True` has already freed."""
 

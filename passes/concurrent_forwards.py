@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from .ir.decisions import Plan, apply
 from .ir.errors import BudgetError
-from .ir.machine import Link, Machine
+from .ir.machine import Machine
 from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
 from .lp.problem import proven_nbytes
 from .pipeline import QUICK, make_plan, nominal_plan, with_nominal_times
@@ -99,7 +99,7 @@ def fitting_beside(
 def smallest_plan(trace: Trace, machine: Machine, count: int) -> PlanResult:
     """Return a plan that takes few bytes. It depends on no budget and no price, so what it takes is one that works."""
     trace, nominal = without_others(trace), machine.nominal
-    machines = (nominal, replace(nominal, link=Link())) if machine.link.works else (nominal,)
+    machines = (nominal, nominal.without_tier) if machine.link.works else (nominal,)
     found = (_smallest_plan(with_nominal_times(trace), each, count) for each in machines)
     plan = same_plan(trace, machine, count, min(found, key=lambda each: each.forecast.peak))
     assert plan is not None, "the ops are the same"
@@ -276,7 +276,7 @@ def _with_useful_tier(trace: Trace, machine: Machine) -> tuple[Machine, ...]:
 
     The quick passes may find a plan that recomputes only where they find none that offloads.
     """
-    without = replace(machine, link=Link())
+    without = machine.without_tier
     if proven_nbytes(trace, machine) + machine.link.staging > machine.budget:
         return (without,)
     return (machine, without) if machine.link.works else (machine,)

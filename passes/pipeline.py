@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 
 from .analysis.reuse_gaps import ReuseGaps
-from .deep.anneal import anneal
 from .deep.chain import rerun_chain
-from .deep.phase_search import cut_backward
 from .explain import explain_infeasible
 from .ir.decisions import Plan, apply
 from .ir.errors import BudgetError
@@ -28,8 +26,9 @@ from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
 from .lp.problem import proven_nbytes
-from .order.microbatch_order import order_by_section, order_like
+from .order.microbatch_order import order_like, orders
 from .schedule.copy_timing import has_copies, retime_copies
+from .schedule.tier_choice import plan_tiers
 from .search.greedy import greedy_plan, greedy_plan_no_offload, greedy_thorough
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast, prove
 from .simulate.bound_proof import BoundProofs
@@ -60,16 +59,6 @@ def _gap_is_large(best: PlanResult) -> bool:
     return best.gap > FAIR_GAP
 
 
-def _recomputes_often_or_offloads(best: PlanResult) -> bool:
-    """Return False if each value is recomputed once, without a tier: recomputing more often is hardly faster."""
-    return not best.is_single or best.offloads
-
-
-def _recomputes_often_or_waits(best: PlanResult) -> bool:
-    """Return True too if copies take longer than the step: to recompute more often may spare them."""
-    return best.forecast.us > 2 * best.captured.us if best.offloads else not best.is_single
-
-
 @dataclass(frozen=True)
 class Pass:
     """A pass, and when it is worth its time.
@@ -78,14 +67,12 @@ class Pass:
         find: searches for a plan until a time.
         offloads: True if its plans may use the tier.
         worth_it: returns True if the pass may improve on a result that fits.
-        share: of the time that is left, while nothing fits: those behind it may find what it does not.
         quick: takes little work; it runs to its end while nothing fits, even if time is up.
     """
 
     find: Find
     offloads: bool = False
     worth_it: Callable[[PlanResult], bool] = _always
-    share: float = 1.0
     quick: bool = False
 
     @property
@@ -94,14 +81,11 @@ class Pass:
 
 
 # Without casts plans are easier to find; without offloading even more so, and the staging of copies is spared.  The
-# next two recompute values more often, phase by phase and value by value; so does the chain, section by section.
-# The last one is for budgets that nothing else keeps.
+# chain recomputes values more often, section by section.  The last one is for budgets that nothing else keeps.
 PASSES: tuple[Pass, ...] = (
     Pass(optimize, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_no_offload, worth_it=_gap_is_large),
-    Pass(cut_backward, worth_it=_recomputes_often_or_offloads, share=0.5),
-    Pass(anneal, worth_it=_recomputes_often_or_waits),
     Pass(greedy_plan, offloads=True, quick=True),
     Pass(greedy_plan_no_offload, quick=True),
     Pass(rerun_chain, quick=True),
@@ -130,14 +114,26 @@ def make_plan(
         BudgetError: no pass finds a plan that fits, and any would be of use.
     """
     until = time.monotonic() + seconds
+
+    def search(trace: Trace, machine: Machine) -> PlanResult:
+        return _search(trace, machine, passes, log, until if seconds else -math.inf, interruptible, below)
+
+    return plan_tiers(trace, machine, search) if machine.behind else search(trace, machine)
+
+
+def _search(
+    trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float, interruptible: bool, below: float
+) -> PlanResult:
+    """Do what `make_plan` does, on a machine with one tier."""
     captured = lowest = _unplanned(trace, machine)
     timed_out = False
     log("captured", captured)
     if captured.forecast.peak <= machine.budget:
         return captured
     quick = tuple(each for each in passes if each.quick)
-    is_hopeless = quick and below == math.inf and proven_nbytes(trace, machine) > machine.budget
-    for order in () if is_hopeless else _orders(trace, machine):
+    for order in orders(trace, machine):
+        if quick and below == math.inf and proven_nbytes(order, machine) > machine.budget:
+            continue
         start = captured if order is trace else _unplanned(order, machine)
         result, is_cut = _run(start, machine, passes, log, until, interruptible, below)
         timed_out = timed_out or is_cut
@@ -150,7 +146,7 @@ def make_plan(
         if lowest.forecast.peak <= machine.budget:
             return lowest
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
-    if seconds and timed_out:
+    if timed_out and until > -math.inf:
         text += "\nPlanning ended at its time limit; with a longer one, time_limit=, a smaller budget may do"
     more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak, timed_out)
@@ -162,9 +158,11 @@ def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK
     It is the same in each process, so a budget that an error names works in all of them.  Where none can fit, the
     search ends at a pass that needs no more bytes than every plan does.
     """
-    nominal, found, least = machine.nominal, list[PlanResult](), proven_nbytes(trace, machine)
+    nominal, found = machine.nominal, list[PlanResult]()
+    tried = orders(with_nominal_times(trace), nominal)
+    least = min(proven_nbytes(order, machine) for order in tried)
     enough = least if least > machine.budget else 0
-    for order in _orders(with_nominal_times(trace), nominal):
+    for order in tried:
         found.append(_run(_unplanned(order, nominal), nominal, quick, quiet, 0.0, enough=enough)[0])
         if found[-1].forecast.peak <= enough:
             break
@@ -176,12 +174,6 @@ def nominal_plan(trace: Trace, machine: Machine, quick: tuple[Pass, ...] = QUICK
 def with_nominal_times(trace: Trace) -> Trace:
     """Return the step with times that no process measures."""
     return replace(trace, ops=tuple(replace(op, us=NOMINAL_US) for op in trace.ops))
-
-
-def _orders(trace: Trace, machine: Machine) -> Sequence[Trace]:
-    """Return the step section by section, and as it is: parameters that are streamed are reloaded least often then."""
-    by_section = order_by_section(trace, machine)
-    return (trace,) if by_section is trace else (by_section, trace)
 
 
 def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
@@ -222,7 +214,7 @@ def _run(
                 continue
             if without_offload() >= best.forecast.peak:
                 continue
-        ends = until if fits else _end(each, until)
+        ends = math.inf if each.quick and not fits else until
         try:
             proposal = _retimed(each.find(trace, machine, ends), trace, machine, until)
             best, no_offload_us = _better(best, proposal, machine), max(no_offload_us, proposal.no_offload_us)
@@ -240,12 +232,6 @@ def _run(
 def _least_without_offload(trace: Trace, machine: Machine) -> int:
     """Return the bytes in use at one op, which every plan that offloads nothing needs; 0 if all plans are such."""
     return proven_nbytes(trace, machine.without_tier) if machine.link.out else 0
-
-
-def _end(each: Pass, until: float) -> float:
-    """Return when a pass has to end while nothing fits."""
-    now = time.monotonic()
-    return math.inf if each.quick else now + each.share * (until - now)
 
 
 def _until_then(best: PlanResult, interrupt: KeyboardInterrupt, machine: Machine) -> PlanResult:

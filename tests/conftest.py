@@ -1,5 +1,5 @@
 """Set up all tests: hypothesis without a deadline, and with fixed examples in CI; a cache of prices for the tests;
-garbage collection without imported objects; Ctrl-C as in a terminal; and a mark for those that long_tests.txt names."""
+garbage collection without imported objects; Ctrl-C as in a terminal; and the long ones behind the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gc
 import math
 import os
 import signal
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from memgraph.planning import plan_cache
 from memgraph.system import disturbance, garbage
+
+SECONDS_FROZEN = 1.0  # objects that tests leave are frozen as often
+_frozen_until = [0.0]
 
 with torch.device("meta"):
     torch.empty(0)  # torch lists its factories at the first such call, and transformers replaces some for a while
@@ -35,17 +40,12 @@ settings.load_profile("memgraph")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the long tests, and put them behind the others in the order of their list, as --within may leave out some."""
-    names = (Path(__file__).parent / "long_tests.txt").read_text().split()
-    place = {name: i for i, name in enumerate(names, 2)}
+    """Put the long tests behind the others, in an order of no meaning, as --within may leave out some."""
+    items.sort(key=lambda item: _function_crc(item) if item.get_closest_marker("long") is not None else 0)
 
-    def order(item: pytest.Item) -> int:
-        return place.get(item.nodeid.partition("[")[0], int(item.get_closest_marker("long") is not None))
 
-    items.sort(key=order)
-    for item in items:
-        if order(item) > 1:
-            item.add_marker("long")
+def _function_crc(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.partition("[")[0].encode())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,14 +68,24 @@ def _plans_of_one_test(_costs_of_the_tests: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_imported_is_garbage() -> Iterator[None]:
-    """Freeze the objects of torch and transformers, hundreds of thousands that every collection would visit."""
-    gc.collect()
-    gc.freeze()
+def _frozen_objects() -> Iterator[None]:
+    """Let planning freeze nothing: to count a million frozen objects takes 40 ms, for each plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage, "count_frozen", lambda: 1)  # to count a million takes 40 ms, for each plan
+        patch.setattr(garbage, "count_frozen", lambda: 1)
         yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_imported_is_garbage(_frozen_objects: None) -> None:
+    """Freeze the objects of torch, of transformers and of earlier tests: every plan collects garbage, and visits the rest.
+
+    They are hundreds of thousands: to visit them took most of the time of all tests.
+    """
+    if time.monotonic() > _frozen_until[0]:
+        gc.collect()
+        gc.freeze()
+        _frozen_until[0] = time.monotonic() + SECONDS_FROZEN
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 ALLOWED = sys.stdlib_module_names | {"networkx", "numpy", "highspy"}
 
@@ -37,6 +39,7 @@ def test_importing_passes_brings_in_no_torch() -> None:
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
 
 
+@pytest.mark.long
 def test_training_imports_no_library_that_only_prints_or_reads_files() -> None:
     run = subprocess.run([sys.executable, "-c", TRAIN_WITHOUT], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout == "True\n", run.stderr

@@ -88,6 +88,7 @@ def test_a_child_ends_with_its_parent() -> None:
     os.close(theirs)
 
 
+@pytest.mark.long
 def test_a_hanging_test_ends_in_its_time_and_what_it_has_started_with_the_run(tmp_path: Path) -> None:
     printed = ended_run(tmp_path, "1")
     for said in ("FAILED test_hang.py::test_python", "FAILED test_hang.py::test_c", "4 failed, 1 passed"):
@@ -97,6 +98,7 @@ def test_a_hanging_test_ends_in_its_time_and_what_it_has_started_with_the_run(tm
     assert_ended(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.long
 def test_without_workers_a_call_that_hangs_in_c_ends_the_run(tmp_path: Path) -> None:
     printed = ended_run(tmp_path, "0", "-k", "test_c")
     assert "Timeout (0:00:01)!" in printed and "in test_c\n" in printed

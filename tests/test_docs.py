@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import distributed, nn
 
 import memgraph
@@ -40,7 +44,8 @@ def defaults(call: str) -> dict[str, object]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def test_the_script_of_a_first_hour_runs(
+@pytest.mark.long
+def test_the_script_of_the_first_ten_minutes_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -74,6 +79,36 @@ def test_the_snippets_of_the_readme_run_one_after_another(tmp_path: Path, monkey
     assert len(run) == 3
     assert (tmp_path / "run.pt").is_file() and (tmp_path / "plan.html").is_file()
     assert seen["report"].peak > 0 and isinstance(seen["model"], memgraph.CompiledModule)
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    command = sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    first = (tmp_path / "site/index.html").read_text()
+    assert 'href="limits/"' in first and 'href="docs/' not in first
+    assert "memgraph.compile" in (tmp_path / "site/api/index.html").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["choosing", "coming-from"])
+def test_the_snippets_of_a_page_run_one_after_another(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+    seen: dict[str, Any] = {
+        "memgraph": memgraph, "torch": torch, "nn": nn, "checkpoint": torch.utils.checkpoint.checkpoint, "model": model,
+        "optimizer": torch.optim.Adam(model.parameters()), "loss_fn": nn.functional.mse_loss,
+        "x": torch.randn(512, 64), "y": torch.randn(512, 64),
+    }  # fmt: skip
+    for block in blocks(f"docs/{page}.md"):
+        exec(compile(block, f"{page}.md", "exec"), seen)
+    assert seen["compiled"].plan.measured <= seen["compiled"].plan.budget
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

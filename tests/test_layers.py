@@ -1,6 +1,7 @@
 """Packages import downwards only."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_no_folder_has_more_entries_than_one_reads_at_once() -> None:
 def test_no_file_imports_more_modules_of_ours_than_one_keeps_in_mind() -> None:
     counts = {module: len(set(imports(module, path))) for module, path in modules().items()}
     assert {module: count for module, count in counts.items() if count > IMPORTS} == {}
+
+
+def test_the_docstring_of_a_package_lists_its_files() -> None:
+    missing = [
+        str(file.relative_to(ROOT))
+        for package in ("memgraph", "passes")
+        for init in (ROOT / package).glob("*/**/__init__.py")
+        for file in init.parent.glob("*.py")
+        if file != init and not re.search(rf"^ *{file.stem}\b|[(,] ?`?{file.stem}\b", _docstring(init), re.MULTILINE)
+    ]
+    assert missing == []
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def upward_imports() -> list[str]:

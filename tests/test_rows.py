@@ -97,12 +97,14 @@ def test_every_row_says_what_happens_here_and_a_defect_is_shown(table: Table) ->
     assert [row.name for row in rows(table) if row.defect and not row.tests] == []
 
 
+@pytest.mark.long
 @each_table
 def test_every_test_that_is_named_exists(table: Table) -> None:
     assert known() > {"test_every_test_that_is_named_exists"}
     assert [f"{row.name}: {test}" for row in rows(table) for test in row.tests if test not in known()] == []
 
 
+@pytest.mark.long
 @each_table
 def test_no_row_is_shown_by_a_test_that_is_expected_to_fail_or_skipped(table: Table) -> None:
     excused = {function.name for function in functions() if is_excused(function)}

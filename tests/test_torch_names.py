@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,7 @@ def is_there(name: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_every_name_of_torchs_is_there() -> None:
     names = {name: str(path.relative_to(ROOT)) for path in FILES for name in mentioned(path)}
     assert len(names) > 200

@@ -18,7 +18,7 @@ PROSE = [  # docstrings and comments of these are checked, but not their identif
     for file in sorted((ROOT / top).rglob("*.py"))
     if ZOO not in file.parents and file != Path(__file__)
 ]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BANNED = set(
     re.findall(
         r"\w+",

@@ -51,7 +51,7 @@ def state() -> Made:
     """Return two of the 32 blocks of the 7B model, whose state is in pinned memory and is updated in backward."""
     model, batch = made(replace(SEVEN, shape=replace(SEVEN.shape, blocks=2, batch=1)), CUDA)
     optimizer = WideAdamW(model.parameters())
-    ours = memgraph.compile(model, STATE_BUDGET, optimizer=optimizer, fuse_update=True, pinned=0.8, time_limit=SEARCH)
+    ours = memgraph.compile(model, STATE_BUDGET, optimizer=optimizer, fuse_update=True, host=0.8, time_limit=SEARCH)
 
     def step() -> None:
         ours(*batch).backward()

@@ -6,6 +6,7 @@ kept_steps           the steps of a module's calls, found by signature or planne
 budget_sweep         sweep(): the time of a step for every budget
 shapes_only          tensors without bytes as arguments of plan() and sweep()
 training_state       save_state() and load_state(): model, optimizer and random numbers in one file
+training_folder      save_sharded() and load_sharded(): the same in a folder, by one process or by many
 safetensors_file     the same state as a safetensors file
 loaded_state         copy loaded tensors out of a mapped file
 atomic_file          replace a file completely or not at all

@@ -47,7 +47,8 @@ def sweep(
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = None, pinned: str | int | float | None = None, cuda_graphs: bool | str = False,
+    lower: str | None = None, host: str | int | float | None = None,
+    disk: str | int | float | None = None, cuda_graphs: bool | str = False,
     opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """Return the time of the call `model(*args, **kwargs)` for every budget, without running a step.
@@ -66,7 +67,7 @@ def sweep(
     planner = make_planner(
         model, 1.0, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, time_limit=time_limit,
         wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction, accumulate=accumulate,
-        forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
+        forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower, host=host, disk=disk,
         cuda_graphs=cuda_graphs,
         opaque=opaque, slices=slices,
     )  # fmt: skip

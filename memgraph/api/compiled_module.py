@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -25,6 +26,7 @@ from ..guards.module_attributes import HOOKS
 from ..guards.module_proxy import ModuleProxy
 from ..options.compile_options import CompileOptions
 from ..planning.planner import Planner
+from ..planning.variants import CallFacts
 from ..report.report import Report
 from ..runtime.autograd_function import OtherOutputs
 from ..runtime.eager_fallback import eager_gradients
@@ -77,6 +79,12 @@ class CompiledModule(ModuleProxy):
         self._refuse_incomplete_parameters("a copy")
         options = replace(self._planner.options, optimizer=None, fuse_update=False, host_update=False)
         return _compiled, (self._planner.module, options)
+
+    def __copy__(self) -> CompiledModule:
+        """Share parameters, buffers and submodules, and no attributes, as a shallow copy of a plain module does."""
+        compiled, (module, options) = self.__reduce__()
+        copied: CompiledModule = compiled(copy(module), options)
+        return copied
 
     @property
     def plan(self) -> Report:
@@ -151,22 +159,29 @@ class CompiledModule(ModuleProxy):
         return self._kept.run(args, kwargs, call, partial(self._run, args, kwargs))
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, tensors: list[Tensor], floats: list[float]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, call: CallFacts, floats: list[float]
     ) -> Any:
         """Run the step of a call.
 
         Raises:
             GuardFailed: it was captured for other values. Nothing has changed.
         """
-        captured = step.parts.captured
+        captured, tensors = step.parts.captured, call.tensors
         if self._latest is not None and self._latest is not step:
             self._latest.release_memory()
         self.__dict__["_latest"] = step
         if step.parts.halves.backward is not None:
             self.__dict__["_trained"] = weakref.ref(step)  # a step that is dropped frees its bytes
-        outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs), floats)
+        after = [call]  # as forward leaves it
+
+        def changes() -> str:
+            return self._kept.changes(args, kwargs, after[0])
+
+        outputs = step(tensors, lambda: self._other_outputs(step, args, kwargs, changes), floats)
         fill = captured.fill(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors, floats)
         captured.writes.apply(fill)
+        if captured.writes.items and len(captured.differentiable) > len(captured.tangents):
+            after[0] = call.read()
         return captured.result(fill)
 
     def _plan_outputs(self, outputs: OutputSelector) -> None:
@@ -189,7 +204,9 @@ class CompiledModule(ModuleProxy):
         if self._planner.state.sharded is not None:
             self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
-    def _other_outputs(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OtherOutputs:
+    def _other_outputs(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], changes: Callable[[], str]
+    ) -> OtherOutputs:
         """Return what to do when gradients arrive for other outputs than planned."""
         captured, report = step.parts.captured, step.report
 
@@ -201,7 +218,7 @@ class CompiledModule(ModuleProxy):
             return OtherOutputs(_refuse_unplanned, fewer)
         if report.all_outputs:
             return OtherOutputs(partial(_refuse_unaffordable, report.budget, report.all_outputs), fewer)
-        differentiate = eager_gradients(self._module, captured, args, kwargs)
+        differentiate = eager_gradients(self._module, captured, args, kwargs, changes)
 
         def more(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             self._plan_outputs(select_all)
@@ -235,7 +252,7 @@ def refuse_transforms() -> None:
     """
     Raises:
         MemgraphError: torch.jit.trace, torch.export, a transform of torch.func (vmap, grad, vjp, ...) is running, or
-            a TorchFunctionMode of the caller's.
+            a TorchFunctionMode of the caller's, or a block of parametrize.cached().
     """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise MemgraphError(
@@ -246,6 +263,11 @@ def refuse_transforms() -> None:
         raise MemgraphError(
             "torch.func (vmap, grad, vjp, jvp, ...) can't transform a compiled module, which runs a step as it was "
             "captured: transform the plain module, or compile a module whose forward calls torch.func"
+        )
+    if torch.nn.utils.parametrize._cache_enabled:
+        raise MemgraphError(
+            "torch.nn.utils.parametrize.cached() keeps what a parametrization returns from one call to the next, and a "
+            "captured step makes its own: enter it in forward"
         )
     for mode in _get_current_function_mode_stack():
         if type(mode) is not DeviceContext:

@@ -38,8 +38,9 @@ def compile(
     plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = None, strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
-    opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None,
+    lower: str | None = None, strict: bool = False, host: Budget = None, disk: Budget = None,
+    cuda_graphs: bool | str = False, opaque: bool | Sequence[str] = True,
+    slices: str | Mapping[str, int] | None = None,
 ) -> CompiledModule:  # fmt: skip
     """Return a module that trains like `model`, with a step that stays within `budget`.
 
@@ -66,8 +67,8 @@ def compile(
         optimizer: an optimizer of `model`'s parameters, which is counted.
         loss: becomes part of the step.  A call then returns `loss(model(*args, **kwargs), target)` if it has a keyword
             `target`, otherwise `loss(model(*args, **kwargs))`.
-        offload: where activations may be offloaded: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that
-            the device has, or None.
+        offload: where values may be offloaded: "disk" (from a CPU), "host" (from a GPU, or from a CPU with `host=`),
+            "auto" for all that the device has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
         plan: a saved plan, its JSON text, the path of a file with it, or a list of them, one for each kind of call.
             No plan is searched for then, and a call that fits no given plan is refused.
@@ -88,8 +89,10 @@ def compile(
         lower: "inductor" compiles ops between matrix products with Inductor, where that is faster and keeps the budget;
             gradients are then eager's up to rounding.  None compiles nothing; "auto" is None on a CPU.
         strict: on a GPU, let torch's allocator refuse this process more than the budget.
-        pinned: on a GPU, the most bytes of host memory that may be pinned, written as a budget.  None takes the
-            variable MEMGRAPH_PINNED, or half of the host's memory.
+        host: the most bytes of host memory for what is offloaded, written as a budget.  Behind a GPU it is pinned; None
+            takes the variable MEMGRAPH_PINNED, or half of the host's memory.  Behind a CPU it is a tier before the
+            disk, for what is copied most often; None is no such tier.
+        disk: the most bytes of the disk for what is offloaded, written as a budget; None takes what is free.
         cuda_graphs: on a GPU, True records each step from its third run on as CUDA graphs, and refuses one that can't
             be recorded; "auto" runs such a step op by op.
         opaque: submodules that run as they are, each as one op: True for those that can't be traced, or a list of
@@ -104,14 +107,14 @@ def compile(
     Raises:
         TypeError: `model` is no module, or a part of it is of `memgraph.compile`, torch.jit, DistributedDataParallel or
             FSDP; or an argument has a wrong type.
-        ValueError: `budget` or `pinned` can't be read or is more than exists; the model is on several devices; the
+        ValueError: `budget` or `host` can't be read or is more than exists; the model is on several devices; the
             optimizer is of another model; `opaque` names no submodule; the time limit is negative; `wire_dtype` is
             another type; `strict` or `cuda_graphs` on a CPU; `slices` names no submodule, or fewer than 2 parts.  At a
             call: a submodule of `slices` has no ops that can run in parts.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder, or takes no files.
-        PinnedError: at a call: open runs, or the state of several models, need more than `pinned`.
+        PinnedError: at a call: open runs, or the state of several models, need more than `host`.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
         OpaqueError: in backward: a submodule that runs as it is gives other numbers when it runs again.
@@ -127,7 +130,7 @@ def compile(
         model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
         time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
-        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
+        strict=strict, host=host, disk=disk, cuda_graphs=cuda_graphs, opaque=opaque, slices=slices,
     )  # fmt: skip
     planner.refuse_optimizer()
     _warn_of_steps(model)
@@ -140,7 +143,7 @@ def plan(
     plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
-    lower: str | None = None, pinned: Budget = None, cuda_graphs: bool | str = False,
+    lower: str | None = None, host: Budget = None, disk: Budget = None, cuda_graphs: bool | str = False,
     opaque: bool | Sequence[str] = True, slices: str | Mapping[str, int] | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """Return the plan for the call `model(*args, **kwargs)`, without running a step.
@@ -155,7 +158,7 @@ def plan(
         "optimizer": optimizer, "loss": loss, "offload": offload, "spill_dir": spill_dir, "plan": plan,
         "time_limit": time_limit, "wire_dtype": wire_dtype, "microbatches": microbatches, "reduction": reduction,
         "accumulate": accumulate, "forwards": forwards, "fuse_update": fuse_update, "host_update": host_update,
-        "lower": lower, "pinned": pinned, "cuda_graphs": cuda_graphs, "opaque": opaque, "slices": slices,
+        "lower": lower, "host": host, "disk": disk, "cuda_graphs": cuda_graphs, "opaque": opaque, "slices": slices,
     }  # fmt: skip
     planner = make_planner(model, budget, **given)
     real = on_device(planner.module, args, kwargs, microbatches)

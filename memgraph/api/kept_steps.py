@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..capture.python_state.refuse_effects import InputRequiresGradError
 from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed
 from ..guards.assumptions import ARGUMENTS, Assumptions, Place
@@ -32,7 +33,7 @@ from ..runtime.step import Step
 from ..system.locks import PLANNING_LOCK
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.pytree import tensors_of
+from ..tensors.pytree import flatten, tensors_of
 
 LOG = logging.getLogger(__name__)
 SHOWN = 3  # differences that are named when a call is captured again
@@ -54,6 +55,7 @@ class KeptSteps:
         self._attributes = AttributeGuard(planner.module)
         self._traced = set[Hashable]()  # kinds of calls whose submodules are all traced, as no plan fits otherwise
         self._written = written_attributes(planner.module)
+        self._grad_places = dict[Hashable, tuple[int, ...]]()  # arguments on which forward calls `requires_grad_()`
         self._has_warned = False
         self._has_warned_of_kinds = False
         self._captures = 0
@@ -69,7 +71,7 @@ class KeptSteps:
         """Return all tensors that a call reads, and what decides which step runs it."""
         leaves, spec = call_leaves(args, kwargs, self._written.held)
         facts = signature(spec, leaves, self._attributes, (self.planner.state.key(), outputs))
-        parameters, buffers = self._attributes.latest
+        parameters, buffers = self._attributes.taken()
         self._drop_replaced(parameters)
         adds = bool(self.planner.options.accumulate) or has_gradients(parameters)
         tensors, read = [*parameters, *buffers, *tensors_of(leaves)], partial(self.read, args, kwargs, outputs)
@@ -77,20 +79,25 @@ class KeptSteps:
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts,
-        run: Callable[[Step, list[Tensor], list[float]], T],
+        run: Callable[[Step, CallFacts, list[float]], T],
     ) -> T:  # fmt: skip
         """Run a call with one step after the other, until the guards of one hold."""
         while True:
+            call = self._with_grads(args, kwargs, call)
             found, is_traced = self.variants.find(call), False
             step = None if found is None else found.step
             if found is None or step is None or step.needs_replan:
-                with PLANNING_LOCK:
-                    found, step, is_traced = self._planned(args, kwargs, call)
+                try:
+                    with PLANNING_LOCK:
+                        found, step, is_traced = self._planned(args, kwargs, call)
+                except InputRequiresGradError as error:
+                    self._grad_places[call.facts] = error.places
+                    continue
                 call = replace(call.read(), rejected=call.rejected, found=call.found)  # it may have more arguments now
             captured = step.parts.captured
             before = AttributeSnapshot(self.planner.module) if is_traced and captured.writes.repeats else None
             try:
-                result = run(step, call.tensors, found.floats)
+                result = run(step, call, found.floats)
             except GuardFailed as failure:
                 if is_traced and call.rejected:
                     refuse_unstable(failure)
@@ -101,11 +108,27 @@ class KeptSteps:
                 self._share(found.variant, captured, before, call)
             return result
 
+    def changes(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> str:
+        """Return in what a call would differ now from what it was; empty if its forward can run again."""
+        assumptions, now = Assumptions.of(call.facts), call.read().facts
+        if assumptions.holds(now):
+            return ""
+        return _shown([*self._texts(args, kwargs, call).differences(assumptions, now).values()])
+
+    def _with_grads(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> CallFacts:
+        """Let arguments require gradients on which forward of such a call turns that on: they get gradients then."""
+        if not (places := self._grad_places.get(call.facts) if self._grad_places else None):
+            return call
+        leaves, _ = call_leaves(args, kwargs, self._written.held)
+        for place in places:
+            leaves[place].requires_grad_(True)
+        return replace(call.read(), rejected=call.rejected, found=call.found)
+
     def _share(self, variant: Variant, captured: Captured, before: AttributeSnapshot, call: CallFacts) -> None:
         """Let a variant serve the calls that find its writes in place, if nothing else has changed meanwhile."""
         changed = {*before.changes(AttributeSnapshot(self.planner.module))}
         if changed <= {write.where for write in captured.writes.items} and not captured.float_values:
-            assumptions = Assumptions.of(call.read().facts, self._counted(captured))
+            assumptions = Assumptions.of(call.read().facts, self._any_numbers(captured))
             self.variants.add(replace(variant, assumptions=assumptions))
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> tuple[Found, Step, bool]:
@@ -176,22 +199,24 @@ class KeptSteps:
         facts = call.read().facts
         if not is_less:  # another thread may have changed something since the call began
             facts = (*call.facts, *facts[len(call.facts) :])
-        places = [*captured.float_values, *self._counted(captured)]
+        places = [*captured.float_values, *self._any_numbers(captured)]
         assumptions = Assumptions.of(facts, places)
         variant = Variant(assumptions, captured.unsliced, captured.guards, preferred, {call.adds: step})
         self.variants.add(variant)
         kind = [] if self._has_warned or not captured.guards else self.variants.of_kind(call)
+        kind = kind if variant in kind else [variant, *kind]  # it may take more facts than the call has
         if warning := many_values_warning(kind, [part.path for part in captured.opaque]):
             self._has_warned = True
             warn_user(warning)
         return Found(variant, step, variant.floats(facts) or [])
 
-    def _counted(self, captured: Captured) -> list[Place]:
-        """Return the places of the numbers that forward counts with."""
+    def _any_numbers(self, captured: Captured) -> list[Place]:
+        """Return the places of the numbers that forward counts with, or has not read."""
         counts = [write.attribute for write in captured.writes.items if write.counts]
         wanted = {(id(vars(each.part())), each.name) for each in counts}
         numbers = self._attributes.numbers().items() if wanted else ()
-        return [place for place, (container, name) in numbers if (id(container), name) in wanted]
+        counted = [place for place, (container, name) in numbers if (id(container), name) in wanted]
+        return [*dict.fromkeys((*counted, *self._attributes.unread_numbers(captured.reads)))]
 
     def _preferred(self, call: CallFacts) -> tuple[str, ...]:
         """Return the submodules that had better run as they are in a new capture: those that ask for many values."""
@@ -243,16 +268,19 @@ class KeptSteps:
         else:
             texts = self._texts(args, kwargs, call)
             found = [texts.differences(each.assumptions, call.facts) for each in self.variants]
-            why = min(filter(None, found), key=len, default=["the captures like it are not kept"])
-        more = "; ..." if len(why) > SHOWN else ""
-        reason = "; ".join(why[:SHOWN]) + more
-        LOG.info("a call unlike the %d before it is captured, priced and planned: %s", number, reason)
+            why = [*min(filter(None, found), key=len, default={"": "the captures like it are not kept"}).values()]
+        LOG.info(
+            "this call is captured, priced and planned, as no earlier one was like it (capture %d): %s",
+            number + 1,
+            _shown(why),
+        )
 
     def _texts(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> FactTexts:
         return FactTexts(self.planner.module, self._attributes, self._names(args, kwargs, call))
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: CallFacts) -> list[str]:
         names, count = argument_names(self.planner.module, args, kwargs), len(call.facts[ARGUMENTS]) - 1
+        names += [each.name for each in self._written.held for _ in flatten(each.value)[0]]
         if len(names) != count:  # objects that have several tensors
             names = [f"tensor or constant {i} of the arguments" for i in range(count)]
         return names
@@ -261,8 +289,16 @@ class KeptSteps:
         """Warn, once, if there are ever more kinds of calls."""
         if self._has_warned_of_kinds:
             return
-        earlier = [each.assumptions.facts for each in self.variants if not each.is_made_of_another]
-        names, changed = self._names(args, kwargs, call), self._attributes.variables.changed
-        if warning := kinds_warning(call.facts, earlier, names, changed):
+        earlier = [each.assumptions for each in self.variants if not each.is_made_of_another]
+        texts = self._texts(args, kwargs, call)
+        found = filter(None, (texts.differences(each, call.facts) for each in earlier))
+        changed = min(found, key=len, default=dict[str, str]())
+        names = texts.arguments
+        if warning := kinds_warning(call.facts, [each.facts for each in earlier], names, [*changed][:SHOWN]):
             self._has_warned_of_kinds = True
             warn_user(warning)
+
+
+def _shown(differences: Sequence[str]) -> str:
+    more = "; ..." if len(differences) > SHOWN else ""
+    return ("; ".join(differences[:SHOWN]) or "what forward reads has changed") + more

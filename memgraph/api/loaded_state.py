@@ -48,7 +48,7 @@ class LoadedState:
         self.optimizer_state = state["optimizer"]
         self.mapped = _addresses(self.optimizer_state)
         if self.optimizer is not None and isinstance(model, CompiledModule):
-            self.optimizer_state = _offloaded(model, self.optimizer_state)
+            self.optimizer_state = offloaded_state(model, self.optimizer_state)
 
     def undo(self) -> None:
         """Give model and optimizer their earlier state."""
@@ -81,7 +81,7 @@ def _loads_on_its_own(module: nn.Module) -> bool:
     return bool(hooks) or kind.__module__.partition(".")[0] not in ("torch", "memgraph")
 
 
-def _offloaded(model: CompiledModule, state: dict[str, Any]) -> dict[str, Any]:
+def offloaded_state(model: CompiledModule, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state in a nameless file if it exceeds the model's budget beside parameters and buffers."""
     target = model._planner.target
     tensors = {
@@ -96,7 +96,7 @@ def _offloaded(model: CompiledModule, state: dict[str, Any]) -> dict[str, Any]:
     }
     owned_nbytes = resident_bytes([*model.parameters(), *model.buffers()])
     needed = owned_nbytes + sum(tensor.nbytes for tensor in tensors.values())
-    if target.tier != "disk" or target.device.type != "cpu" or needed <= target.budget:
+    if not target.tiers or target.device.type != "cpu" or needed <= target.budget:
         return state
     moved = dict(zip(tensors, offload_tensors(list(tensors.values()), target.location), strict=True))
     states = {

@@ -66,8 +66,8 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
-        "optimizer": None if optimizer is None else _with_python_numbers(optimizer.state_dict()),
-        "optimizer_class": None if optimizer is None else class_name(_kind(optimizer)),
+        "optimizer": None if optimizer is None else with_python_numbers(optimizer.state_dict()),
+        "optimizer_class": None if optimizer is None else class_name(kind_of(optimizer)),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "plans": _plans(model),
@@ -106,27 +106,27 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
     _refuse_other_classes(path, state.get("optimizer_class"), optimizer)
     if optimizer is not None:
-        state = {**state, "optimizer": _converted(optimizer, state["optimizer"])}
+        state = {**state, "optimizer": converted(optimizer, state["optimizer"])}
         _refuse_other_states(path, state["optimizer"], optimizer)
     with Interrupts():
         _restore(path, state, model, optimizer)
 
 
-def _with_python_numbers(value: Any) -> Any:
+def with_python_numbers(value: Any) -> Any:
     """Return the state of an optimizer, numbers of numpy as Python's: `weights_only` reads no others."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {key: _with_python_numbers(part) for key, part in value.items()}
-    return type(value)(map(_with_python_numbers, value)) if type(value) in (list, tuple) else value
+        return {key: with_python_numbers(part) for key, part in value.items()}
+    return type(value)(map(with_python_numbers, value)) if type(value) in (list, tuple) else value
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Return the class of an optimizer, or of the one that it wraps."""
     if isinstance(optimizer, OSS):
         return optimizer.optimizer_class
     inner = getattr(optimizer, "optimizer", None)
-    return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
+    return kind_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
 
 def _write_advice(error: OSError, file: Path) -> str:
@@ -258,7 +258,7 @@ def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.
     loading = LoadedState(model, optimizer, state)
     try:
         if optimizer is not None:
-            with _without_hooks(optimizer):
+            with without_hooks(optimizer):
                 optimizer.load_state_dict(loading.optimizer_state)
         model.load_state_dict(loading.model_state)
     except BaseException as error:  # raised by the user's own class or hook
@@ -277,7 +277,10 @@ def _refuse_other_formats(path: Target, state: Any) -> None:
     kinds = {"model": Mapping, "optimizer": Mapping | NoneType, "random": Tensor, "random_cuda": list}
     has_format = isinstance(state, Mapping) and state.get("memgraph") == FORMAT
     if not has_format or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
-        raise StateError(f"{path} is no training state of this version of memgraph; give a file of save_state")
+        raise StateError(
+            f"{path} is no training state of this version of memgraph; give a file of save_state, or load a state_dict "
+            "with model.load_state_dict(torch.load(path))"
+        )
     _refuse_other_random_numbers(path, state["random"], state["random_cuda"])
 
 
@@ -300,13 +303,13 @@ def _refuse_other_classes(path: Target, saved: object, optimizer: torch.optim.Op
     """Refuse the state of another class, if the file names it; an optimizer with hooks may convert the state."""
     if optimizer is None or saved is None or getattr(optimizer, HOOKS, None):
         return
-    if saved != (own := class_name(_kind(optimizer))):
+    if saved != (own := class_name(kind_of(optimizer))):
         raise StateError(
             f"{path} is of another optimizer: it is {saved}'s, and {own} was given; make the same optimizer"
         )
 
 
-def _converted(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def converted(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the state as the optimizer's hooks make it, which run here and not again."""
     state = dict(state)
     for hook in getattr(optimizer, HOOKS, {}).values():
@@ -316,7 +319,7 @@ def _converted(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Ma
 
 
 @contextmanager
-def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     hooks = getattr(optimizer, HOOKS, None)
     if not hooks:
         yield

@@ -9,7 +9,7 @@ input are unknown, and it is an error to ask for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -112,6 +112,7 @@ class ConstantFakeMode(FakeTensorMode):
         _start_autograd()
         super().__init__(allow_non_fake_inputs=True, shape_env=sizes.trace.env if sizes is not None else None)
         self.has_floats, self.answers, self.has_numbers, self.sizes = has_floats, answers, has_numbers, sizes
+        self.traced = list[Iterable[Tensor]]()  # the tensors of each trace, held weakly
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

@@ -140,11 +140,13 @@ def _untrained(tensor: Tensor, module: nn.Module) -> CaptureError:
     for path, parameter in module.named_parameters():
         if parameter is tensor:
             return CaptureError(
-                f"forward reads the parameter {path} by a list or an object that has it too, where the tensor that "
-                "stands for it in a trace is not found: read it as the attribute that it is, or as an nn.ParameterList"
+                f"forward reads the parameter {path} by a list or an object that has it too, or by a view that was "
+                "made before, where the tensor that stands for it in a trace is not found: read it as the attribute "
+                "that it is, or as an nn.ParameterList"
             )
     return CaptureError(
-        f"{name} requires a gradient but is no parameter of the module: register it as one; a flat parameter, as "
+        f"{name} requires a gradient but is no parameter of the module: register it as one (modules in a list go into "
+        "an nn.ModuleList), or give it as an argument if it is the result of an op; a flat parameter, as "
         "FullyShardedDataParallel puts there, can't be captured"
     )
 

@@ -142,6 +142,11 @@ NO_DESCRIPTION = Explanation(
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
+OBSERVED = Explanation(
+    (),
+    "it can't be traced, and torch refuses to run it as it is, with its ops observed",
+    "compute it with other ops, or leave it out of the module",
+)
 NO_USER_CODE = Explanation(
     (), "torch fails where no line of the model's own runs", "leave out of the module what needs this"
 )
@@ -174,6 +179,24 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
         raise CaptureError(f"the step can't be captured at {place}: {reason}\n{advice}\ntorch says: {error}") from error
     finally:
         mode.failed = None  # it holds all frames of the trace
+
+
+def refuse_if_observed(error: Exception, module: nn.Module) -> None:
+    """Raise if torch itself refuses what runs while ops are observed, as those of a submodule that runs as it is.
+
+    Raises:
+        CaptureError: it does; an error that may be the forward's own is left to the caller.
+    """
+    explanation = _find(str(error), error)
+    if (
+        explanation is None
+        and isinstance(error, AssertionError | NotImplementedError)
+        and is_torchs(error.__traceback__)
+    ):
+        explanation = OBSERVED
+    if explanation is not None:
+        place, (_, reason, advice) = _place(error, module), explanation
+        raise CaptureError(f"the step can't be captured at {place}: {reason}\n{advice}\ntorch says: {error}") from error
 
 
 def only_in_trace(error: Exception, module: nn.Module) -> CaptureError:

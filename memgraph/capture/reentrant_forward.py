@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..graph.captured import Input
-from ..graph.nodes import STATISTICS, aten, changed_storages, returned_values, storages
+from ..graph.nodes import STATISTICS, aten, changed_storages, is_guard, returned_values, storages
 
 if TYPE_CHECKING:
     from ..graph.captured import Captured
@@ -27,7 +27,7 @@ OVERWRITING = (aten.copy.default, aten.copy_.default)  # of their first argument
 
 
 def can_run_again(captured: Captured) -> bool:
-    """Return True if a second forward would have the same differentiable outputs."""
+    """Return True if a second forward would find the same values, and have the same differentiable outputs."""
     if captured.opaque:  # they may change more than buffers
         return False
     graph = captured.graph.graph
@@ -37,7 +37,8 @@ def can_run_again(captured: Captured) -> bool:
     if captured.has_custom_functions or any(role.kind != "buffer" for role in written.values()):
         return False
     outputs, reached = returned_values(graph), _reachable(written, graph)
-    return not any(outputs[place] in reached for place in captured.differentiable)
+    asked = {read for node in graph.nodes if is_guard(node) for read in node.all_input_nodes}
+    return asked.isdisjoint(reached) and not any(outputs[place] in reached for place in captured.differentiable)
 
 
 def overwritten_buffers(captured: Captured) -> dict[fx.Node, Input]:

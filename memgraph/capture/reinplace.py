@@ -74,6 +74,64 @@ def reinplace(
         _update_views(graph, mode, changed)
 
 
+def reinplace_made(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Write parts of values that ops make in place, as code does that fills a tensor part by part.
+
+        out = zeros(1024, 64)
+        one = slice_scatter(out, y, 0, 0, 256)       ->    copy_(slice(out, 0, 0, 256), y)
+        two = slice_scatter(one, z, 0, 256, 512)           copy_(slice(out, 0, 256, 512), z)
+
+    In forward only what backward does not read, since it could not be recomputed.
+    """
+    changed = set[int]()
+    for node in list(graph.nodes):
+        base = _written(node) if node.target in VIEW_OF_SCATTER and node.users else None
+        if base is None or not _is_made(base):
+            continue
+        chain = _scatters(base, node)
+        if _is_of_one_phase(base, chain) and _may_be_in_place(graph, base, chain, returned=True):
+            changed |= all_storages(chain)
+            _run_in(base, chain[:-1], mode)
+            # What is read later, or returned, comes behind the last write.
+            writer = _ReinplaceRewriter(chain[-1], mode)
+            writer.put(base, base, chain[-1])
+            chain[-1].replace_all_uses_with(writer.add(aten.alias.default, base))
+    if changed:
+        _update_views(graph, mode, changed)
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Return True if an op of torch's has made a value to which nothing else refers."""
+    target = node.target
+    is_plain = isinstance(target, OpOverload) and target.namespace == "aten" and not target._schema.is_mutable
+    return (
+        is_plain
+        and isinstance(node.meta.get("val"), Tensor)
+        and not storages(node) & all_storages(node.all_input_nodes)
+    )
+
+
+def _scatters(base: fx.Node, first: fx.Node) -> list[fx.Node]:
+    """Return the values that are each the one before with a part written to."""
+    chain = [first]
+    while True:
+        later = [user for user in chain[-1].users if user.target in VIEW_OF_SCATTER and _written(user) is chain[-1]]
+        if len(later) != 1:
+            return chain if all(_is_alike(each, base) for each in chain) else []
+        chain += later
+
+
+def _is_of_one_phase(base: fx.Node, chain: list[fx.Node]) -> bool:
+    if not chain or is_backward(base) is not is_backward(chain[-1]):
+        return False
+    return is_backward(base) or not any(
+        is_backward(user)
+        for holders in _holders(base.graph, {chain[-1]}).values()
+        for holder in holders
+        for user in holder.users
+    )
+
+
 def _chain(buffer: fx.Node, copy: fx.Node) -> list[fx.Node]:
     """Return the new values of a buffer, in order, if each is the one before it with something written to it."""
     links: list[fx.Node] = []
@@ -122,8 +180,11 @@ def _in_place(node: fx.Node) -> OpOverload | None:
     return result if result is not None and argument_types(result) == argument_types(target) else None
 
 
-def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> bool:
-    """Return True if all readers would read what they read now, and few bytes become impossible to recompute."""
+def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node], returned: bool = False) -> bool:
+    """Return True if all readers would read what they read now, and few bytes become impossible to recompute.
+
+    The last value may be `returned` if it is no input's.
+    """
     holders = _holders(graph, {buffer, *chain})
     for old, new in zip([buffer, *chain], chain, strict=False):
         late = {
@@ -132,10 +193,12 @@ def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> 
         if late:
             return False
     readers = {user for value in chain for holder in holders[value] for user in holder.users} - set(chain)
-    if graph.output_node() in readers:
+    if graph.output_node() in readers and not returned:
         return False
     not_recomputable = (
-        reader for reader in readers - _only_for(chain) if not is_backward(reader) and not allocates_nothing(reader)
+        reader
+        for reader in readers - _only_for(chain) - {graph.output_node()}
+        if not is_backward(reader) and not allocates_nothing(reader)
     )
     return sum(map(_nbytes, not_recomputable)) <= _nbytes(buffer)
 
@@ -209,15 +272,15 @@ class _ReinplaceRewriter:
         if node.target is aten.copy.default:
             source: Any = node.args[1]
             if not is_old(_skip_copies(source)):  # `buffer[i] += x` ends with buffer[i] = buffer[i]
-                self._add(aten.copy_.default, into, *node.args[1:])
+                self.add(aten.copy_.default, into, *node.args[1:])
         elif node.target in VIEW_OF_SCATTER and written is not None and is_old(written):
             view, args = VIEW_OF_SCATTER[node.target], tuple(node.args[2:])
-            self.put(self._add(view, into, *args), _ViewWrite(view, old, args), node.args[1])  # type: ignore[arg-type]
+            self.put(self.add(view, into, *args), _ViewWrite(view, old, args), node.args[1])  # type: ignore[arg-type]
         elif self._is_from(node, is_old) and _fits(value, into):
             self.put(into, old, node.args[0])  # type: ignore[arg-type]
-            self._add(_in_place(node), into, *node.args[1:], **node.kwargs)
+            self.add(_in_place(node), into, *node.args[1:], **node.kwargs)
         else:
-            self._add(aten.copy_.default, into, value)
+            self.add(aten.copy_.default, into, value)
 
     def _is_from(self, node: fx.Node, is_old: Callable[[fx.Node], bool]) -> bool:
         """Return True if a value is computed from the old one by in-place ops, and no value between is read."""
@@ -229,7 +292,7 @@ class _ReinplaceRewriter:
             node = base
         return True
 
-    def _add(self, target: OpOverload | None, *args: Any, **kwargs: Any) -> fx.Node:
+    def add(self, target: OpOverload | None, *args: Any, **kwargs: Any) -> fx.Node:
         assert target is not None
         with self.link.graph.inserting_before(self.link):
             node = self.link.graph.call_function(target, args, kwargs)

@@ -1,28 +1,38 @@
 """Trace a call once, and make the graph of its step.
 
 call   ->   first trace   ->   functional graph   ->   final graph   ->   Captured
+
+Refuse a trace that has left a tensor of its own somewhere: no step puts one there, and this one has no numbers.
+
+    EVENTS[-1].scalars["loss"] = loss.detach()      a CaptureError that names the entry 'loss' of a dict
+
+Whatever holds it, nothing of a trace is alive once the trace has ended.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from types import CellType, FrameType
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import CaptureError
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured
 from ..graph.gradient_sums import sum_grads_early
 from ..opaque.recorder import Recorder
 from ..tensors.loss_outputs import OutputSelector
-from .assemble import assemble, with_floats, with_guards
 from .call.call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
 from .fake_tensors import fake_mode_context
-from .finalize import finalize_graph
+from .finalize import assemble, finalize_graph, with_floats, with_guards
 from .floats.float_inputs import FloatInputs
 from .functionalize import functionalize
 from .joint.trace_joint import trace_joint
@@ -30,6 +40,8 @@ from .python_state.refuse_reseeding import refuse_reseeding
 from .python_state.refused_draws import refuse_python_random
 from .sizes.size_inputs import SizeInputs, name_sizes
 from .values.value_run import ValueRun
+
+HOLDERS = 5  # of a tensor that is left, one in the other, that are named
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +83,7 @@ def trace_call(
     ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted, recorder)
+        refuse_left_tensors(mode.traced)
         functional = functionalize(joint, call)
         copy_only_inputs(functional.graph.graph, mode)
         graph = finalize_graph(functional, joint)
@@ -81,3 +94,77 @@ def trace_call(
     if values is not None or recorder is not None:
         captured = with_guards(captured, values, recorder, call.tensors)
     return captured if floats is None else with_floats(captured, floats)
+
+
+def refuse_left_tensors(traced: Iterable[Iterable[Tensor]]) -> None:
+    """
+    Args:
+        traced: the tensors of each trace, which these hold weakly.
+
+    Raises:
+        CaptureError: one of them is alive.
+    """
+    traces = [*traced]
+    if not any(True for tensors in traces for _ in tensors):
+        return
+    gc.collect()  # an error that forward has caught, for one, is a cycle with its frames
+    alive = [tensor for tensors in traces for tensor in tensors]
+    for number in range(len(alive)):
+        if holders := _holders(alive, number):
+            raise CaptureError(
+                f"forward leaves a tensor in {', of '.join(holders)}, where no captured step puts one: return it, or "
+                "store it in an attribute of the module, or of an object or a container in one"
+            )
+
+
+def _holders(tensors: list[Tensor], number: int) -> list[str]:
+    """Return what holds one of these tensors beside this list, and what holds that, up to an object with a name for it.
+
+    Empty for torch's own, such as autocast's cache.
+    """
+    found, thing = list[str](), cast(Any, tensors[number])
+    own: list[Any] = [tensors]
+    own.append(own)
+    while len(found) < HOLDERS:
+        referrers = gc.get_referrers(thing)
+        own += [thing, referrers]
+        others = [each for each in referrers if not isinstance(each, FrameType) and all(each is not one for one in own)]
+        if not others:
+            break
+        holder = others[0]
+        own.append(others)
+        if isinstance(holder, CellType):
+            return [*found, "a variable of an enclosing function"]
+        named: Any = getattr(holder, "__dict__", {})
+        if isinstance(holder, dict):
+            named, holder = holder, _owner(holder)
+        name = _name(named, thing)
+        found.append(_kind(holder) if name is None else f"the {_word(holder, named)} {name!r} of {_kind(holder)}")
+        if name is not None and holder is not named and not isinstance(holder, logging.LogRecord):
+            break
+        thing = holder
+    return found
+
+
+def _owner(attributes: dict[Any, Any]) -> Any:
+    """Return the object that has a dict as its attributes; the dict itself, if there is no such object."""
+    for each in gc.get_referrers(attributes):
+        if getattr(each, "__dict__", None) is attributes:
+            return each
+    return attributes
+
+
+def _name(named: Mapping[Any, Any], thing: object) -> Any:
+    for name, value in named.items():
+        if value is thing:
+            return name
+    return None
+
+
+def _word(holder: object, named: object) -> str:
+    return "entry" if holder is named else "attribute"
+
+
+def _kind(holder: object) -> str:
+    name = type(holder).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

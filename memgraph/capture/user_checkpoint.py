@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import activation
 
 from ..errors import CaptureError
@@ -36,6 +37,8 @@ EAGER = {
     for name in ("CheckpointFunction", *GENERATORS)
     if hasattr(torch_checkpoint, name)
 }
+
+ENTER_SAVED_HOOKS = saved_tensors_hooks.__enter__
 
 
 @contextmanager
@@ -67,7 +70,7 @@ def as_in_eager() -> Iterator[None]:
     """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
     with (
         allow_reseeding(), allow_python_random(), eager_checkpoint(), reading_as_in_eager(), lengths_as_in_eager(),
-        scripted(),
+        scripted(), mock.patch.object(saved_tensors_hooks, "__enter__", ENTER_SAVED_HOOKS),
     ):  # fmt: skip
         yield
 

@@ -8,12 +8,14 @@ Exit codes: 0 it fits, 3 it does not, 1 an error, 2 wrong usage, 130 interrupted
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +43,7 @@ COMMANDS = {  # and the module that has it
     "plan": "planning", "fit": "fit", "sweep": "planning", "explain": "planning", "show": "files", "diff": "files",
     "verify": "files", "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
+VERSIONED = {"memgraph": "memgraph-torch", "torch": "torch"}
 TEXT = "files"  # the module that needs no torch
 
 
@@ -55,13 +58,37 @@ def app_of(words: Sequence[str]) -> typer.Typer:
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # one command is a command too
+    app.callback()(_options)  # one command is a command too
     named = next((word for word in words if not word.startswith("-")), "")
     if named in COMMANDS and COMMANDS[named] != TEXT and {"-h", "--help"}.isdisjoint(words):
         say("loading torch")
-    for name in [named] if named in COMMANDS else COMMANDS:
+    wanted = [named] if named in COMMANDS else [] if "--version" in words else [*COMMANDS]
+    for name in wanted:
         app.command(name)(getattr(import_module(f".{COMMANDS[name]}", __package__), name))
     return app
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        known = (f"{name} {_version(package)}" for name, package in VERSIONED.items())
+        print(", ".join([*known, f"Python {platform.python_version()}"]))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def _version(package: str) -> str:
+    """Return the version of an installed package, which is not imported for it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def main(arguments: list[str] | None = None) -> int:

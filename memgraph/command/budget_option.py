@@ -5,18 +5,11 @@
 
 from __future__ import annotations
 
-import re
-
 import typer
 
-from ..system.byte_sizes import BudgetRequest, nbytes_within
+from ..system.byte_sizes import BudgetRequest, nbytes_within, share_or_text
 
 OPTION = BudgetRequest("--budget", "the device", "leave it out")
-
-
-def share_or_text(given: str) -> str | float:
-    """Return a budget as `memgraph.plan` takes it: a share, as 0.5, is a float."""
-    return float(given) if re.fullmatch(r"0?\.\d+|1\.0*", given) else given
 
 
 def budget_within(given: str, memory: int, title: str) -> int:

@@ -21,7 +21,7 @@ import typer
 from rich.console import RenderableType
 
 from ..fit.measured_profile import measured_profile
-from ..profile.link_bandwidth import measure_disk, measure_host
+from ..profile.link_bandwidth import measure_files, measure_host
 from ..report.tables import mb, table
 from ..storage.pinned_pool import cap_nbytes
 from ..storage.spill_file import PAGE, available_nbytes, is_ram, mount_description, spill_folder, unnamed_file
@@ -137,7 +137,7 @@ def _gpus() -> Iterator[Finding]:
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     gaps = "" if "expandable_segments" in settings else "3 % of the device are left for gaps: expandable_segments:True"
     yield Finding(SLOW if gaps else OK, "PYTORCH_ALLOC_CONF", settings or "not set", gaps)
-    yield Finding(OK, "pinned memory", f"at most {mb(cap_nbytes())}; MEMGRAPH_PINNED or pinned= sets it")
+    yield Finding(OK, "pinned memory", f"at most {mb(cap_nbytes())}; MEMGRAPH_PINNED or host= sets it")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
     if is_ram(folder):
         yield Finding(SLOW, "disk", where, "this folder is memory: offloading frees nothing; give spill_dir=")
         return
-    out, back = (link.rate([LARGE]) for link in measure_disk(folder))
+    out, back = (link.rate([LARGE]) for link in measure_files(folder))
     direct = "O_DIRECT" if _is_direct(folder) else "no O_DIRECT"
     found = f"{where}, writes {out / 1e3:.2f} GB/s, reads {back / 1e3:.2f} GB/s, {direct}"
     advice = [

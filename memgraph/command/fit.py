@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -31,6 +31,7 @@ from .output import NewPlan, save, say, write
 from .time_limit_option import Limit
 
 SIZES = ("batch", "seq")
+USUAL = {"batch": 1, "seq": 512}
 
 
 class Dtype(StrEnum):
@@ -38,14 +39,6 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-class Updates(StrEnum):
-    """The optimizer of a configuration's parameters."""
-
-    ADAMW = "adamw"
-    SGD = "sgd"
-    NONE = "none"
 
 
 class Sought(StrEnum):
@@ -60,11 +53,15 @@ def fit(
     device: Annotated[str, typer.Option(help=f"{', '.join(profile_names())}, or a file of `doctor --profile`")],
     budget: Annotated[str | None, typer.Option(help='bytes, as "24GB"; by default what the device has')] = None,
     most: Annotated[Sought | None, typer.Option("--max", help="find the largest that fits")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="samples")] = 1,
-    seq: Annotated[int, typer.Option(min=2, help="tokens of a sample")] = 512,
+    batch: Annotated[int | None, typer.Option(min=1, help="samples; 1 by default")] = None,
+    seq: Annotated[int | None, typer.Option(min=2, help="tokens of a sample; 512 by default")] = None,
     step: Annotated[int | None, typer.Option(min=1, help="of --max: 1 of batch, 64 of seq")] = None,
     dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
-    optimizer: Annotated[Updates, typer.Option(help="of a configuration's parameters")] = Updates.ADAMW,
+    optimizer: Annotated[
+        str, typer.Option(help="of a configuration's parameters: none, or a class of torch.optim")
+    ] = "adamw",
+    lora: Annotated[int | None, typer.Option(min=1, help="the rank of adapters, which alone are trained")] = None,
+    accumulate: Annotated[bool, typer.Option("--accumulate", help="the step adds to gradients")] = False,
     output: NewPlan = None,
     time_limit: Limit = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
@@ -86,8 +83,9 @@ def fit(
     profile = _profile(device)
     allowed = _budget(budget, profile)
     say(f"loading {target}")
-    described = _described(target, getattr(torch, dtype), str(optimizer), most)
-    sized = _Sized(described, Fitting(profile, allowed), {"batch": batch, "seq": seq})
+    given = {name: size for name, size in {"batch": batch, "seq": seq}.items() if size is not None}
+    described = _described(target, given, partial(config_model, target, getattr(torch, dtype), optimizer, lora), most)
+    sized = _Sized(described, Fitting(profile, allowed, accumulate), {**USUAL, **given})
     result = sized.planned(time_limit) if most is None else sized.largest(str(most), step)
     save(result.report, output)
     write(result, as_json)
@@ -108,17 +106,23 @@ def _budget(given: str | None, profile: DeviceProfile) -> int:
     return budget_within(given, profile.memory, profile.title or profile.name)
 
 
-def _described(target: str, dtype: torch.dtype, optimizer: str, most: Sought | None) -> DescribedModel:
+def _described(
+    target: str, given: Iterable[str], of_config: Callable[[], DescribedModel], most: Sought | None
+) -> DescribedModel:
     if not re.fullmatch(r".+:\w+", target):
         try:
-            return config_model(target, dtype, optimizer)
+            return of_config()
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     factory = load_factory(target)
     takes = [name for name in SIZES if name in inspect.signature(factory).parameters]
     if most is not None and most not in takes:
         raise typer.BadParameter(f"--max {most} calls the factory with {most}=, which it does not take; add it to it")
-    return DescribedModel(partial(_made, factory, takes, target), target)
+    if unread := [f"--{name}" for name in given if name not in takes]:
+        raise typer.BadParameter(
+            f"{' and '.join(unread)} would change nothing, since the factory takes no such argument: add it to it"
+        )
+    return DescribedModel(partial(_made, factory, takes, target), target, sizes=tuple(takes))
 
 
 def _made(factory: Callable[..., Any], takes: list[str], target: str, batch: int, seq: int) -> ModelCall:
@@ -174,5 +178,6 @@ class _Sized:
 
     def _result(self, report: Report, sought: str = "", found: Largest | None = None) -> FitResult:
         count = sum(parameter.numel() for parameter in self._call(self.given).model.parameters())
-        given = (self.described.title, count, self.given, self.fitting.profile, self.fitting.budget)
+        sizes = {name: size for name, size in self.given.items() if name in self.described.sizes}
+        given = (self.described.title, count, sizes, self.fitting.profile, self.fitting.budget)
         return FitResult(report, *given, sought, found)

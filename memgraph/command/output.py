@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 
 from ..report.given_reports import written_file
 from ..report.report import Report
-from ..report.tables import printed
+from ..report.tables import fitted, printed
 
 
 class Writable(Protocol):
@@ -33,7 +33,9 @@ def write(what: Writable, as_json: bool) -> None:
     if as_json:
         print(what.to_json(), flush=True)
     elif sys.stdout.isatty():
-        Console().print(what)
+        console = Console()
+        whole, console.width = fitted(what, console.width)
+        console.print(whole)
     else:
         print(printed(what), flush=True)
 

@@ -3,29 +3,40 @@
 memgraph plan train.py:setup --budget 8GB --html plan.html
 memgraph sweep train.py:setup
 memgraph explain train.py:setup
+memgraph explain plan.json layers.3.mlp
+
+The report of a step without a plan, whatever it needs.
+
+print(unplanned(model, x))   ->   what is on the device at the peak of eager's step, by kind, module and source line
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import networkx as nx
+import torch
 import typer
 from rich.console import RenderableType
+from torch import nn
+
+from passes import PlanResult, predict
 
 from ..api.budget_sweep import sweep as plan_for_each
+from ..api.compiler import make_planner
 from ..api.compiler import plan as plan_call
-from ..api.unplanned import unplanned
+from ..api.shapes_only import on_device
 from ..fit.described_model import ModelCall
 from ..report.printout import peak_printout
 from ..report.report import Report
-from ..report.snapshot_peak import snapshot_peaks
-from ..report.torch_snapshot import read_snapshot
-from .budget_option import budget_within, share_or_text
+from ..system.byte_sizes import share_or_text
+from .budget_option import budget_within
 from .factory import load_call
+from .files import read_plan
 from .output import NewPage, NewPlan, new_file, save, say, stdout_for_data, write
 from .time_limit_option import Limit
 
@@ -113,23 +124,45 @@ def sweep(
 
 def explain(
     target: Annotated[
-        str, typer.Argument(metavar="FILE:FACTORY or SNAPSHOT", help="a function, or a memory snapshot of torch")
+        str,
+        typer.Argument(
+            metavar="FILE:FACTORY|PLAN.json", help="a function that returns a model and its arguments, or a plan"
+        ),
     ],
+    value: Annotated[
+        str | None, typer.Argument(help="of a plan: a value by its name, or the path of a submodule or parameter")
+    ] = None,
+    choice: Annotated[
+        str | None, typer.Option(help='"keep", "recompute", "offload" or "cast and offload"; by default all')
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Show what is on the device at the peak of a step as it is: kinds, tensors, modules and source lines.
+    """Show what is on the device at the peak of a step as it is; or why a plan treats a value as it does.
 
     \b
         memgraph explain train.py:setup
-        memgraph explain snapshot.pickle   # of torch.cuda.memory._dump_snapshot("snapshot.pickle")
+        memgraph explain plan.json layers.3.mlp
+        memgraph explain plan.json layers.3.mlp --choice offload
     """
-    if not target.endswith(".py") and Path(target).is_file():
-        write(snapshot_peaks(read_snapshot(Path(target).read_bytes())), as_json)
-        return 0
+    if target.endswith(".json"):
+        return _explain_choice(Path(target), value, choice, as_json)
+    if value is not None or choice is not None:
+        raise typer.BadParameter("a value is explained of a plan: give the file of `memgraph plan -o`, as plan.json")
     with stdout_for_data():
         call = _loaded(target)
         report = unplanned(call.model, *call.args, **call.options)
     write(report if as_json else _Peak(report), as_json)
+    return 0
+
+
+def _explain_choice(file: Path, value: str | None, choice: str | None, as_json: bool) -> int:
+    if value is None:
+        raise typer.BadParameter("name a value of the plan, or a submodule: `memgraph explain plan.json layers.3.mlp`")
+    report = read_plan(file)
+    try:
+        write(report.explain(value, choice), as_json)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     return 0
 
 
@@ -174,3 +207,20 @@ def _save_for_programs(report: Report, trace: Path | None, graphml: Path | None)
     if graphml is not None:
         nx.write_graphml(report.to_networkx(), graphml)
         say(f"wrote {graphml}")
+
+
+def unplanned(
+    model: nn.Module, *args: Any, optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Any] | None = None, **kwargs: Any,
+) -> Report:  # fmt: skip
+    """Return the report of the call `model(*args, **kwargs)` as it is; its budget is what the step needs.
+
+    Raises:
+        TypeError, ValueError, CaptureError: as `memgraph.plan`.
+    """
+    planner = make_planner(model, 1.0, optimizer=optimizer, loss=loss, offload=None, lower=None)
+    args, kwargs = on_device(planner.module, args, kwargs, 1)
+    step = planner.price(args, kwargs, planner.options.outputs, for_any_budget=True)
+    forecast = predict(step.trace, step.machine)
+    needed = replace(step.machine, budget=forecast.peak)
+    return Report(needed, PlanResult((), forecast, forecast), counted=optimizer is not None)

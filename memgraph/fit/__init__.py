@@ -10,6 +10,5 @@ fake_update           states and workspace of an optimizer, on fake tensors
 measured_profile      the figures of this machine's CPU
 other_sizes           the step of a size that was not captured
 fit_result            the answer, as text and as JSON
-workspace_shares      the workspace of convolutions on this CPU
 profiles/             a file for each device
 """

@@ -22,6 +22,7 @@ from ..planning.optimizers import optimizer_state
 from ..planning.step_graph import Call, StepGraph
 from ..planning.target import Target
 from ..slices.step_cuts import Cuts
+from ..storage.places import Places
 from ..system.device import CPU
 from .described_model import ModelCall
 
@@ -31,7 +32,7 @@ MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 def captured_graph(
     call: ModelCall, budget: int, device: torch.device = CPU, known: Captured | None = None, level: int = 0,
-    fused: bool = False,
+    fused: bool = False, accumulate: bool = False,
 ) -> StepGraph:  # fmt: skip
     """Return the graph of a call's step, in which meta tensors stand for ones on the device.
 
@@ -40,16 +41,17 @@ def captured_graph(
     Args:
         known: a capture of the same call.
         level: how many weights come in blocks of rows, and how small these are.
+        accumulate: the step adds to gradients that exist.
         fused: the step is for a GPU, where attention with dropout is one op as well.
 
     Raises:
         CaptureError: the model can't be captured.
     """
-    options = parse_options(budget, optimizer=call.optimizer, accumulate=False, opaque=False, lower=None)
+    options = parse_options(budget, optimizer=call.optimizer, accumulate=accumulate, opaque=False, lower=None)
     module = call.module
     state = optimizer_state(module, options, device)
-    tier = "disk" if level else None  # of any name: nothing is offloaded here
-    target = Target(device, budget, tier, None, None, lowers=False)
+    tiers = ("disk",) if level else ()  # of any name: nothing is offloaded here
+    target = Target(device, budget, tiers, Places({}), None, lowers=False)
     args, kwargs = fake_arguments(call.args, dict(call.kwargs), device)
     step = Call(module, args, kwargs, options.outputs)
     try:

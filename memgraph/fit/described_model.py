@@ -55,25 +55,30 @@ class DescribedModel:
         call: makes the call for a number of samples and a number of tokens.
         title: what to call it.
         longest: the most tokens that it takes; None if its configuration does not say.
+        sizes: those on which the call depends, of "batch" and "seq".
     """
 
     call: Callable[[int, int], ModelCall]
     title: str
     longest: int | None = None
+    sizes: tuple[str, ...] = ("batch", "seq")
 
 
-def config_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedModel:
+def config_model(name: str, dtype: torch.dtype, optimizer: str, lora: int | None = None) -> DescribedModel:
     """Return the causal language model of a configuration, called with labels.
 
     Args:
         name: a folder, a file, a type of model, or a name of the hub.
-        optimizer: "adamw", "sgd" or "none".
+        optimizer: "none", or a class of `torch.optim` in any case, with its own defaults.
+        lora: the rank of adapters of PEFT at all linear layers, which alone are trained.
 
     Raises:
-        ValueError: there is no such configuration, or it has no causal language model.
+        ValueError: there is no such configuration, it has no causal language model, or there is no such optimizer.
     """
     config = _config(name)
     model = _made(config, dtype, name)
+    if lora is not None:
+        model = _with_adapters(model, lora)
     updates = optimizer_of(model, optimizer)
 
     def call(batch: int, seq: int) -> ModelCall:
@@ -81,15 +86,49 @@ def config_model(name: str, dtype: torch.dtype, optimizer: str) -> DescribedMode
         return ModelCall(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, updates)
 
     longest = next((getattr(config, key) for key in POSITIONS if getattr(config, key, None)), None)
-    return DescribedModel(call, f"{type(model).__name__} of {name}", longest)
+    base: Any = model
+    made = type(base if lora is None else base.get_base_model()).__name__
+    return DescribedModel(call, f"{made} of {name}" + f" with LoRA of rank {lora}" * (lora is not None), longest)
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
-    """Return an optimizer of this name; None for "none"."""
+    """Return an optimizer of this name; None for "none".
+
+    Raises:
+        ValueError: there is no such class, or it can't have these parameters.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "none" or not trained:
         return None
-    return torch.optim.AdamW(trained) if name == "adamw" else torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
+    classes = {
+        each.__name__.lower(): each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    }
+    kind: Any = classes.get(name.lower())
+    if kind is None:
+        near = ", ".join(sorted(each.__name__ for each in classes.values()))
+        raise ValueError(f"there is no optimizer {name!r} in torch.optim: give none, or one of {near}")
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    try:
+        made: torch.optim.Optimizer = kind(trained, lr=1e-3, **options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{kind.__name__} can't update all parameters of this model ({error}): write a factory that returns the "
+            "model and its optimizer, and give FILE:FACTORY"
+        ) from error
+    return made
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("adapters are those of PEFT: pip install peft") from error
+    adapters = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        made: nn.Module = get_peft_model(model, adapters)
+    return made
 
 
 def _config(name: str) -> PreTrainedConfig:

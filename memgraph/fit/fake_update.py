@@ -6,8 +6,9 @@ AdamW over 7B parameters of device meta   ->   states 53.9 GB, workspace 1.0 GB:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from torch import Tensor, nn, optim
 from ..capture.constant_fake_mode import ConstantFakeMode
 from ..errors import UpdateError
 from ..optim.elementwise import is_elementwise
-from ..optim.fake_step import fake_step
+from ..optim.fake_step import fake_steps
 from ..optim.offloaded_update import fake_update_nbytes
-from ..optim.optimizer_clone import distinct_steps
-from ..optim.trial_copy import trial_copy
+from ..optim.trial_copy import distinct_steps, trial_copy
 from ..system.device import CPU
-from ..tensors.parameter_groups import held_optimizers, parameter_groups, state_tensors
+from ..tensors.parameter_groups import held_optimizers, parameter_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,8 @@ def fake_update(optimizer: optim.Optimizer, kind: str, block: int) -> FakeUpdate
         part.param_groups = [_on_device(group, kind) for group in part.param_groups]
     try:
         with mode:
-            states, workspace = _stepped(clone, list(fakes.values()), lambda nbytes: -(-nbytes // block) * block)
+            rounded = partial(_rounded, block)
+            states, workspace = fake_steps(clone, list(fakes.values()), distinct_steps(clone), rounded)
     except Exception as error:
         raise UpdateError(
             f"{type(optimizer).__name__} can't step on tensors without values: {error}; leave it out, and add its "
@@ -83,17 +84,12 @@ def _on_device(group: dict[str, Any], kind: str) -> dict[str, Any]:
     return {**group, "foreach": True} if together else group
 
 
+def _rounded(block: int, nbytes: int) -> int:
+    return -(-nbytes // block) * block
+
+
 def _window(optimizer: optim.Optimizer, fakes: Sequence[Tensor], kind: str) -> int | None:
     if not is_elementwise(optimizer):
         return None
     trained = [fake for fake in fakes if fake.requires_grad]
     return fake_update_nbytes(optimizer, trained, kind == "cuda")
-
-
-def _stepped(
-    optimizer: optim.Optimizer, parameters: Sequence[Tensor], rounded: Callable[[int], int]
-) -> tuple[int, int]:
-    """Return the bytes of the states after a step, and the most that a later one allocates beside them."""
-    _, *later = [fake_step(optimizer, parameters, rounded).nbytes for _ in range(distinct_steps(optimizer))]
-    sizes = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in state_tensors(optimizer)}
-    return sum(map(rounded, sizes.values())), max(later)

@@ -151,9 +151,10 @@ class Finer:
 class Fitting:
     """Captures and prices steps of one optimizer or none for a budget of a device."""
 
-    def __init__(self, profile: DeviceProfile, budget: int) -> None:
+    def __init__(self, profile: DeviceProfile, budget: int, accumulate: bool = False) -> None:
+        """Begin; steps add to gradients that exist if they `accumulate`."""
         self.profile, self.budget, self.prices = profile, budget, ProfilePrices(profile)
-        self.fused = profile.kind == "cuda"
+        self.fused, self.accumulate = profile.kind == "cuda", accumulate
         self._known: tuple[torch.optim.Optimizer, FakeUpdate] | None = None
 
     def __call__(self, call: ModelCall) -> FittedStep:
@@ -164,7 +165,7 @@ class Fitting:
             UpdateError: the optimizer can't step on tensors without values.
         """
         with planning(CPU):
-            return self._priced(call, captured_graph(call, self.budget, fused=self.fused), 0)
+            return self._priced(call, self._graph(call), 0)
 
     def _priced(self, call: ModelCall, graph: StepGraph, level: int) -> FittedStep:
         model, optimizer, profile = call.module, call.optimizer, self.profile
@@ -187,10 +188,13 @@ class Fitting:
     def _in_blocks(self, call: ModelCall, known: Captured, level: int) -> FittedStep | None:
         """Return the step with weights in blocks; None if none can be cut further."""
         with planning(CPU):
-            graph = captured_graph(call, self.budget, known=known.unsliced, level=level, fused=self.fused)
+            graph = self._graph(call, known.unsliced, level)
             if graph.captured.blocks in ({}, known.blocks):
                 return None
             return self._priced(call, graph, level)
+
+    def _graph(self, call: ModelCall, known: Captured | None = None, level: int = 0) -> StepGraph:
+        return captured_graph(call, self.budget, known=known, level=level, fused=self.fused, accumulate=self.accumulate)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> FakeUpdate:
         if self._known is None or self._known[0] is not optimizer:

@@ -21,6 +21,5 @@ summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
 halves              joint graph -> forward and backward GraphModule
 gradient_sums       sums of gradients: those of one parameter, early ones, sums in place
-stage_graph         the graph of one pipeline stage
 inductor            compile segments of a graph
 """

@@ -138,9 +138,15 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Drop nodes that only rename a value, as autograd does with all that it saves."""
+    """Drop nodes that only rename a value, as autograd does with all that it saves.
+
+    Those of a value whose sizes or strides are changed in place stay: each has its own.
+    """
+    relaid = all_storages(
+        node.args[0] for node in graph.nodes if torch.Tag.inplace_view in getattr(node.target, "tags", ())
+    )
     for node in graph.nodes:
-        if node.target in ALIASES and node not in kept:
+        if node.target in ALIASES and node not in kept and not (relaid and storages(node) & relaid):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -166,7 +172,7 @@ def drop_copies(graph: fx.Graph) -> None:
     """
     outside = all_storages(
         [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *returned_values(graph)]
-    )
+    ) | changed_storages(graph)
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.args[0]
         whole = always_equal(*([value.meta["val"].untyped_storage().nbytes()] for value in (source, node)))

@@ -17,7 +17,7 @@ from passes.ir.ops import is_runtime, value_of, verb_of
 
 from .nodes import fake_result, tensors
 from .result_layout import REAL, clone_fake_value
-from .summarize import OFFLOADED
+from .summarize import OFFLOADED, TIER
 
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
@@ -61,7 +61,7 @@ class Rewriter:
         if op.recomputes:
             node.meta["again"] = op.recomputes
         if op.offloaded:
-            node.meta[OFFLOADED] = True
+            node.meta |= {OFFLOADED: True, TIER: op.tier}
         own = {storage.name for storage in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(storage not in own for storage in op.holds)
         if op.recomputes and REAL in source.meta:
@@ -76,7 +76,7 @@ class Rewriter:
         verb = verb_of(op.fn)
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
-        node.meta = {"phase": op.phase, "where": op.where}
+        node.meta = {"phase": op.phase, "where": op.where, TIER: op.tier}
         node.meta["val"] = fake_result(node, self.mode)
         self.fresh.add(node)
         return self._named(node, op)

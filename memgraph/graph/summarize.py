@@ -53,7 +53,8 @@ class Cost:
     workspace: int = 0
 
 
-OFFLOADED = "offloaded"  # in the meta of an input whose bytes are in the tier
+OFFLOADED = "offloaded"  # in the meta of an input whose bytes are in a tier
+TIER = "tier"  # in the meta of such an input, or of an offload: the name of the tier, if it is not the nearest
 DIVISOR = 64  # bytes of the tensor by which a sum over ranks is divided
 OPS = torch.ops.memgraph
 # Of memory ops, which are not profiled.
@@ -123,6 +124,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, written:
         draws=drawn,
         once=_once(node, written),
         offloaded=OFFLOADED in node.meta,
+        tier=node.meta.get(TIER, ""),
         recomputes=node.meta.get("again", ""),
         microbatch=node.meta.get("part", 0),
         section=node.meta.get("section", 0),

@@ -7,7 +7,7 @@ cleared_caches        how often caches of functions were emptied
 owned_tensors         parameters and buffers of a module, listed quickly
 attribute_guard       attributes and variables that forward may read, as groups of tokens
 module_attributes     a walk over the attributes of a module
-read_dicts            items of dicts, and whether they were replaced
+checks                things that were read, and whether they are the same
 attribute_snapshot    attributes at one moment: compare, restore, find leaks
 attribute_writes      what a forward writes to attributes
 written_attributes    which of these no call reads, and which tensors are arguments
@@ -22,4 +22,6 @@ containers            compare a container with a copy, and restore it
 refused_collectives   collectives of the user's own in forward are refused
 wrappers              those that train a module over ranks: refused inside, counted around it
 module_proxy          a module that shares everything with another but its forward
+contents              the content of a value as facts, and its key
+read_objects          attributes of torch's objects that are read in a trace
 """

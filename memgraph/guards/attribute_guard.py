@@ -19,18 +19,14 @@ from .module_attributes import AttributeWalk
 from .module_proxy import all_submodules
 from .owned_tensors import TensorFacts, owned_tensors
 from .variable_guard import VariableGuard, VariableWalk
-from .variable_scope import Names, Reads
+from .variable_scope import Names, Reads, has_read, overridden
 from .written_attributes import Attribute, written_attributes
 
 Owned = tuple[dict[str, Any], str]  # the dict of a submodule that has a tensor, and its name there
 
 
 class AttributeGuard:
-    """The attributes of a module and the variables that captures have read; these rest on their `groups`.
-
-    Attributes:
-        latest: the parameters and buffers of the latest `tensors`.
-    """
+    """The attributes of a module and the variables that captures have read; these rest on their `groups`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -46,7 +42,7 @@ class AttributeGuard:
         self._owned: tuple[list[Owned], list[Owned]] = ([], [])
         self._owned_by: tuple[AttributeWalk | None, list[int]] = (None, [])
         self._asked: list[AttributeWalk] = []
-        self.latest: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._read: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     @property
     def owned_by(self) -> object:
@@ -73,10 +69,15 @@ class AttributeGuard:
             self._owned_by = None, []
         return parameters, buffers
 
+    def taken(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters and buffers of the latest `tensors`, which are kept no longer."""
+        read, self._read = self._read, ([], [])
+        return read
+
     @property
     def tensors(self) -> Group:
         """The facts of these; the same object as for the previous call if they are equal."""
-        parameters, buffers = self.latest = self.owned
+        parameters, buffers = self._read = self.owned
         tensors = [*parameters, *buffers]
         if not self._facts.hold(tensors):
             facts = TensorFacts(tensors)
@@ -117,7 +118,8 @@ class AttributeGuard:
         self._order += [(False, number) for number in range(before, len(self.variables.latest))]
         read = None
         if asked and reads.attributes is not None:
-            read = frozenset((path, name) for number, name in reads.attributes for path in asked[0].paths[number])
+            paths = _paths(self.module)
+            read = frozenset((path, name) for number, name in reads.attributes for path in paths.get(number, ()))
         if not self._names:
             is_known = asked and not asked[0].is_stale()
             self._names.append(Names(read, reads.named) if is_known else Names(None))
@@ -127,7 +129,7 @@ class AttributeGuard:
             return False
         known = frozenset[tuple[str, str]]().union(*(each.read or () for each in self._names))
         named = [each.named for each in self._names]
-        if asked and asked[0].kinds and not _covers(named, reads.named):
+        if any(each.kinds for each in asked) and not _covers(named, reads.named):
             known = frozenset()  # these attributes are described once more, as objects in them have more that counts
         if read is None or not read <= known:
             self._names.append(Names(read, reads.named, known))
@@ -152,7 +154,7 @@ class AttributeGuard:
         return walk
 
     def _described(self, names: Names | None) -> AttributeWalk:
-        owned = {id(part) for _, part in all_submodules(self.module)}
+        owned = {id(part): path for path, part in all_submodules(self.module)}
         walk = AttributeWalk(ignored=self._ignored | self._written_keys, owned=owned, names=names)
         walk.describe(self.module, 0)
         return walk
@@ -173,6 +175,17 @@ class AttributeGuard:
         """Return the dict that contains each number of the latest groups, and its key there."""
         found = ((place, at) for place, at in self._in_dicts() if type(at[0].get(at[1])) in (int, float))
         return dict(found)
+
+    def unread_numbers(self, reads: Reads) -> Iterator[Place]:
+        """Yield the places of numbers in attributes of submodules that a capture has not read."""
+        if (read := reads.attributes) is None:
+            return
+        parts = {id(vars(part)): part for _, part in all_submodules(self.module)}
+        for place, (items, name) in self.numbers().items():
+            part = parts.get(id(items))
+            kind: Any = type(part)
+            if part is not None and "__getattribute__" not in overridden(kind) and not has_read(read, id(part), name):
+                yield place
 
     def _in_dicts(self) -> Iterator[tuple[Place, tuple[Any, Any]]]:
         for group, walk in enumerate(self._asked, ATTRIBUTES):
@@ -196,6 +209,14 @@ class AttributeGuard:
         """Return what a token of the latest groups stands for: the path of an attribute, or a variable."""
         group, index = place
         return self._asked[group - ATTRIBUTES].label(index)
+
+
+def _paths(module: nn.Module) -> dict[int, list[str]]:
+    """Return all paths of each submodule, by its id."""
+    paths: dict[int, list[str]] = {}
+    for path, part in (*module.named_modules(remove_duplicate=False), *all_submodules(module)):
+        paths.setdefault(id(part), []).append(path)
+    return paths
 
 
 def _covers(known: Sequence[frozenset[str] | None], named: frozenset[str] | None) -> bool:

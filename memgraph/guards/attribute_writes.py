@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from ..tensors.expressions import Part, evaluate, variables
+from ..tensors.counted_number import CountedNumber, Formula
+from ..tensors.expressions import variables
 from ..tensors.pytree import CONSTANTS as LEAVES
 from ..tensors.pytree import OPAQUE, Spec, flatten, unflatten
 from ..tensors.traced_number import is_traced
 from ..tensors.traced_size import SizeNeededError, with_arguments
 from .attribute_snapshot import COUNTERS, RNN_CACHES, AttributeSnapshot, stored_tensor_error
 from .containers import restore_container
+from .contents import constant_key
 from .module_attributes import IGNORED
 from .owned_tensors import layout_of
 from .written_attributes import Attribute
@@ -40,18 +42,6 @@ OF_TORCH = {name for name in IGNORED if "hooks" not in name} | RNN_CACHES | {"_m
 OF_MODULES = frozenset(vars(nn.Module()))
 
 Fill = Callable[[Any], Any]  # from a leaf of a value to what is written
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A number that is computed from numbers in attributes; its variables are these attributes."""
-
-    part: Part
-
-    @property
-    def value(self) -> Any:
-        """Its value now."""
-        return evaluate(self.part, {attribute: attribute.value for attribute in variables(self.part)})
 
 
 @dataclass(frozen=True)
@@ -164,8 +154,13 @@ class AttributeWrite:
 
     @property
     def counts(self) -> bool:
-        """True if the value follows from the one before."""
+        """True if the value is known by a formula."""
         return any(isinstance(leaf, Formula) for leaf in self.leaves)
+
+    @property
+    def follows(self) -> bool:
+        """True if the value is computed from numbers before."""
+        return any(next(variables(leaf.part), None) is not None for leaf in self.leaves if isinstance(leaf, Formula))
 
     def value(self, fill: Fill) -> Any:
         """Return what is to be written."""
@@ -323,6 +318,8 @@ class _Writes:
         yield AttributeWrite(owner, key, placed, spec, is_alike(before, value), where, change, is_read)
 
     def _placed(self, leaf: Any, where: str) -> Any:
+        if type(leaf) is CountedNumber:
+            return Formula(leaf.formula)
         if self.placed is None or not (isinstance(leaf, Tensor) or is_traced(leaf)):
             return leaf
         placed = self.placed.get(id(leaf), leaf)
@@ -367,7 +364,9 @@ def _is_alike(one: Any, other: Any) -> bool:
         return layout_of(one) == layout_of(other)
     if is_traced(one) or is_traced(other):
         return type(one) is type(other)
-    return type(one) is type(other) and (repr(one) == repr(other) if isinstance(one, float | complex) else one == other)
+    if CountedNumber in (type(one), type(other)):
+        return False
+    return bool(constant_key(one) == constant_key(other))
 
 
 def _is_computed(leaf: Any) -> bool:

@@ -25,9 +25,9 @@ BY_NAME = frozenset({"getattr", "hasattr"})  # functions whose second argument i
 BY_TEXT = frozenset({"import_module", "modules", "__import__"})  # what finds a module by its name
 BY_FORMAT = frozenset({"format", "format_map", "vformat"})  # methods of texts
 FIELD = re.compile(r"[.\[]([^\W\d]\w*)")
-ANY_NAME = frozenset(
-    {"vars", "dir", "attrgetter", "asdict", "astuple", "__dict__"}
-)  # what reads attributes of any name
+UNTOLD = frozenset({"__getattribute__", "getattr_static"})  # read attributes past what tells of it
+# These read attributes of any name.
+ANY_NAME = UNTOLD | {"vars", "dir", "attrgetter", "asdict", "astuple", "__dict__"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class Import:
             return
         paths = [name] if self.names else [name, name.partition(".")[0]]
         yield from (sys.modules[path] for path in dict.fromkeys(paths) if path in sys.modules)
+
+    def taken(self, module: ModuleType) -> set[str]:
+        """Return the names that it takes from a module, for a star all that may be values; none without `from`."""
+        if self.names != ("*",):
+            return set(self.names)
+        public = getattr(module, "__all__", None) or (name for name in vars(module) if not name.startswith("_"))
+        return {name for name in public if not isinstance(vars(module).get(name), type | ModuleType)}
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,17 @@ def code_reads(code: CodeType) -> CodeReads:
     if names & BY_TEXT:
         imports += [Import(text, 0, ()) for text in code.co_consts if isinstance(text, str)]
     computes = any(step.argval in BY_NAME and _computes_name(steps[i + 1 :]) for i, step in enumerate(steps))
+    computes |= any(step.argval in BY_FORMAT and not _is_text(steps[i - 1]) for i, step in enumerate(steps) if i)
     computes |= any(step.opname == "MATCH_CLASS" and step.arg for step in steps)  # by `__match_args__`
     return CodeReads(
         tuple(dict.fromkeys(_paths(steps))), names, loads, tuple(imports),
         computes or bool(names & ANY_NAME), "globals" in code.co_names,
     )  # fmt: skip
+
+
+def _is_text(step: dis.Instruction) -> bool:
+    """Return True if an instruction takes a text of the code, whose fields are known."""
+    return step.opname.startswith("LOAD_CONST") and isinstance(step.argval, str)
 
 
 def _names(step: dis.Instruction) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
 import sys
 import threading
 import types
 import weakref
+from argparse import Namespace
 from array import array
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -29,13 +32,33 @@ STATES: Mapping[type, Callable[[Any], Any]] = {
     threading.local: vars,
     types.MappingProxyType: dict,
     FunctionCache: cleared,
-    logging.Logger: lambda logger: max(logger.getEffectiveLevel(), logger.manager.disable + 1),
+    logging.Logger: lambda logger: _logger(logger),
 }
+OF_LOGGERS = {*vars(logging.Logger("")), "manager"}  # their own attributes
+
+
+def _logger(logger: logging.Logger) -> Any:
+    """Return the level of a logger, with the attributes that code has given it, if there are any."""
+    level = max(logger.getEffectiveLevel(), logger.manager.disable + 1)
+    added = [each for name, value in vars(logger).items() if name not in OF_LOGGERS for each in (name, value)]
+    return (level, *added) if added else level
+
+
 WEAK: dict[type, Callable[[Any], Any]] = {
     weakref.WeakKeyDictionary: dict,
     weakref.WeakValueDictionary: dict,
     weakref.WeakSet: dict.fromkeys,
 }
+NAMESPACES = (types.SimpleNamespace, Namespace, UserDict, UserList)
+CONTAINERS = (OrderedDict, defaultdict, dict, list, tuple, deque, set, frozenset)
+PLAIN: Mapping[Any, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+INEXACT = float, complex, slice, range  # 0.0 == -0.0, nan != nan, range(0, 9, 4) == range(0, 12, 4)
 BUFFERS = (bytearray, array, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
 
@@ -61,15 +84,57 @@ class IdentityKey:
         return f"IdentityKey({self.target()!r:.60})"
 
 
+def constant_key(constant: Any) -> tuple[type, Any]:
+    """Return a key that is another one for each two constants that code can tell apart."""
+    return type(constant), repr(constant) if isinstance(constant, INEXACT) else constant
+
+
+def container_of(thing: Any) -> Any:
+    """Return the class of Python's whose container a thing is; None if it is none, whatever it passes for."""
+    kind = type(thing)
+    return next((base for base in CONTAINERS if issubclass(kind, base)), None)
+
+
+def plain_items(mapping: dict[Any, Any]) -> tuple[Any, ...]:
+    return *mapping, *mapping.values()
+
+
+def all_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the items in their order, whatever a class says of them."""
+    base: Any = OrderedDict if issubclass(type(mapping), OrderedDict) else dict
+    return list(base.items(mapping))
+
+
+def value_of(thing: Any) -> Any:
+    """Return the number or the text that an instance of a class of one's own is; None for another thing."""
+    kind = type(thing)
+    return next((read(thing) for base, read in PLAIN.items() if issubclass(kind, base)), None)
+
+
 def inside_of(thing: Any) -> Sequence[Any]:
     """Return what a thing leads to that is no container and has it in no attributes."""
-    if isinstance(thing, functools.partial):
+    if isinstance(thing, functools.partial | functools.partialmethod):
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, types.BuiltinMethodType):  # of an object, as `{}.get`
         return () if isinstance(thing.__self__, types.ModuleType | type | None) else (thing.__self__,)
     if isinstance(thing, BaseException):
         return thing.args
     return [*thing.flat] if is_array(thing) and holds_objects(thing) else ()
+
+
+def reached_from(thing: Any, most: int) -> Sequence[Any]:
+    """Return what a thing leads to otherwise than by its attributes, if that is no more than `most`."""
+    kind, base = type(thing), container_of(thing)
+    if base is not None:
+        if base.__len__(thing) > most:
+            return ()
+        return [value for _, value in all_items(thing)] if issubclass(base, dict) else [*base.__iter__(thing)]
+    if kind in STATES and kind is not FunctionCache:
+        return [*state_contents(STATES[kind](thing))][:most]
+    if isinstance(thing, types.CellType):
+        return gc.get_referents(thing)
+    found = referents_of(thing) if is_weak(thing) else inside_of(thing)
+    return [*found[:most], *(getattr(thing, name, None) for name in slots(thing))]
 
 
 def is_weak(thing: Any) -> bool:
@@ -130,6 +195,8 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 
 def state_contents(state: Any) -> Iterable[Any]:
+    if isinstance(state, tuple):
+        return state
     return (*state, *state.values()) if isinstance(state, dict) else (state,)
 
 

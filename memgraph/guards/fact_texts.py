@@ -56,8 +56,8 @@ class FactTexts:
                     if text and not (group == TENSORS and token is False) and (where := self.label((group, index))):
                         yield FactText(KINDS[min(group, len(KINDS) - 1)], where, text)
 
-    def differences(self, assumptions: Assumptions, facts: Facts) -> list[str]:
-        """Return in what a call differs from what a capture assumes."""
+    def differences(self, assumptions: Assumptions, facts: Facts) -> dict[str, str]:
+        """Return in what a call differs from what a capture assumes: a text for each thing."""
         texts: dict[str, str] = {}
         for group, index in assumptions.differing(facts):
             if index < 0 and group >= ATTRIBUTES:  # behind the first that differs there are more, or fewer
@@ -67,7 +67,7 @@ class FactTexts:
             where = self.label((group, index))
             if where not in texts:
                 texts[where] = f"{where} is {now}, and was {then}" if now and then else f"{where} has changed"
-        return [text for where, text in texts.items() if where]
+        return {where: text for where, text in texts.items() if where}
 
     def label(self, place: Place) -> str:
         """Return what has a fact."""

@@ -14,29 +14,35 @@ import types
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
-from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Set
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .checks import Checks, items_of
 from .contents import (
+    NAMESPACES,
     STATES,
     IdentityKey,
+    all_items,
     array_content,
+    constant_key,
+    container_of,
     holds_objects,
     inside_of,
     is_array,
     is_weak,
     mutable_layout,
+    plain_items,
     referents_of,
     slots,
     state_contents,
+    value_of,
 )  # fmt: skip
 from .module_proxy import ModuleProxy
 from .packages import is_configuration, is_from_torch, tells_reads
-from .read_dicts import ReadDicts, size_of
 from .variable_scope import Names
 
 MAX_DEPTH = 8  # below a module; objects further down are compared by identity
@@ -60,19 +66,12 @@ IGNORED = frozenset(vars(nn.Module())) - {"training", "_modules"}
 Label = tuple[Any, Any]  # of what contains a thing, or None; and its name in there
 
 
-class Check(NamedTuple):
-    """A function that reads part of a module, and its result at the time of the walk."""
-
-    read: Callable[[], object]
-    expected: object
-
-
 class AttributeWalk:
     """The tokens of one walk, with a path for each, and the checks that tell whether another would give the same.
 
     `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     `ignored` are attributes, by the id of their module and name, that are not described.
-    `owned` are the ids of modules whose parameters and buffers the key of a call has; None for all.
+    `owned` has the modules whose parameters and buffers the key of a call has: their paths, by ids; None for all.
     `names` has the attributes of these modules that are described; None for all.
     """
 
@@ -80,24 +79,17 @@ class AttributeWalk:
 
     def __init__(
         self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset(),
-        owned: Set[int] | None = None, names: Names | None = None,
+        owned: Mapping[int, str] | None = None, names: Names | None = None,
     ) -> None:  # fmt: skip
         self.inputs, self.ignored, self.owned, self.names = inputs or {}, ignored, owned, names
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
         self.in_dicts: dict[int, tuple[Any, Any]] = {}  # token of a number or a tensor -> its dict, and its key there
-        self.paths: dict[int, list[str]] = defaultdict(list)  # of modules, by their ids
         self._labels: list[tuple[int, Label]] = []  # by the first token of each named thing
         self._label: Label | None = None
         self.states: list[dict[str, Any]] = []  # the parameters and buffers of each submodule that has some
-        self._checks: list[Check] = []
-        self._dicts = ReadDicts()
-        self._typed: list[Any] = []  # objects whose class and `__dict__` can be assigned
-        self._types: list[type] = []
-        self._insides: list[dict[str, Any]] = []
-        self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
-        self._alive: list[Any] = []  # so that no id is reused
+        self.checks = Checks()
         self.kinds = set[type]()  # of objects, of whose attributes those count that are read
 
     @functools.cached_property
@@ -116,27 +108,14 @@ class AttributeWalk:
 
     def is_stale(self) -> bool:
         """Return True if anything that was read has changed."""
-        try:
-            if any(self._empty) or [*map(type, self._typed)] != self._types or self._dicts.have_changed():
-                return True
-            if not all(map(is_, map(vars, self._typed), self._insides)):
-                return True
-            for read, expected in self._checks:  # no generator: every call of the module comes by
-                if read() != expected:
-                    return True
-        except (KeyError, ValueError):  # an attribute, or what a cell held, was deleted
-            return True
-        return False
+        return self.checks.fail()
 
     def describe(self, thing: Any, depth: int) -> None:
         """Append the tokens of a thing and of its contents."""
         kind = type(thing)
         if kind in CONSTANTS:
-            # 0.0 == -0.0, nan != nan, and 1 == True.
-            self.tokens.append((kind, repr(thing) if kind in (float, complex) else thing))
+            self.tokens.append(constant_key(thing))
         elif id(thing) in self.numbers:
-            if isinstance(thing, nn.Module):
-                self.paths[id(thing)].append(self.label(len(self.tokens)))
             self.tokens.append(self.described_before(thing))
         else:
             self.numbers[id(thing)] = len(self.numbers)
@@ -149,7 +128,7 @@ class AttributeWalk:
     def describe_state(self, values: dict[Any, Any] | None, by_identity: bool) -> None:
         """Append hooks by identity. Parameters and buffers that a call owns count by name: its key has the tensors."""
         if not values:
-            self._empty.append(values)
+            self.checks.add_empty(values)
             self.tokens.append(0)
             return
         if by_identity:
@@ -158,32 +137,32 @@ class AttributeWalk:
         else:
             self.containers.append(values)
             self.states.append(values)
-            self._check(lambda: tuple(values))
+            self.checks.dicts.add(values, tuple)  # the names
             self.tokens.append(tuple(values))
 
     def _describe_new(self, thing: Any, depth: int) -> None:
         if is_weak(thing):
-            self._alive.append(thing)
-            self._check(lambda: self._behind(thing, depth))
+            self.checks.keep([thing])
+            self.checks.add(lambda: self._behind(thing, depth))
             self.tokens += [IdentityKey(type(thing)), self._behind(thing, depth)]
             self._describe_own(thing, depth)
             return
         if isinstance(thing, Tensor):
             self._describe_tensor(thing)
             return
-        self._alive.append(thing)
+        self.checks.keep([thing])
         if isinstance(thing, nn.Module):
             self._describe_module(thing, depth)
         elif is_array(thing) and not holds_objects(thing):
-            self._check(lambda: array_content(thing))
+            self.checks.add(lambda: array_content(thing))
             self.tokens += [IdentityKey(type(thing)), array_content(thing)]
             self._describe_own(thing, depth)
         elif (read := STATES.get(type(thing))) is not None:
-            self._check_identities(lambda: state_contents(read(thing)))
+            self.checks.add_identities(lambda: state_contents(read(thing)))
             self.tokens.append(IdentityKey(thing))
             self.describe(read(thing), depth + 1)
         elif inside := inside_of(thing):
-            self._check_identities(lambda: inside_of(thing))
+            self.checks.add_identities(lambda: inside_of(thing))
             self.tokens.append(IdentityKey(thing))
             for each in inside:
                 self.describe(each, depth + 1)
@@ -197,10 +176,10 @@ class AttributeWalk:
         """The graph reads the tensor itself, so its values do not matter."""
         reference = weakref.ref(tensor)
         if id(tensor) in self.inputs:
-            self._check(lambda: reference() is None)
+            self.checks.add(lambda: reference() is None)
             self.tokens.append(("input", self.inputs[id(tensor)]))
         else:
-            self._check(lambda: mutable_layout(reference()))
+            self.checks.add(lambda: mutable_layout(reference()))
             self.tokens += [IdentityKey(tensor), mutable_layout(tensor)]
 
     def _behind(self, thing: Any, depth: int) -> tuple[Hashable, ...]:
@@ -209,7 +188,8 @@ class AttributeWalk:
         walk.numbers |= dict.fromkeys(self.owned or (), 0)
         for each in referents_of(thing):
             kind: Any = type(each)  # another one counts by identity: nothing tells what is read of it
-            is_open = kind in (*CONSTANTS, dict, list, tuple, types.FunctionType) or tells_reads(kind)
+            is_open = kind in (*CONSTANTS, types.FunctionType, *NAMESPACES) or tells_reads(kind)
+            is_open = is_open or is_array(each) or (container_of(each) is not None and not tells_reads(kind))
             walk.describe(each, depth + 1) if is_open else walk.tokens.append(IdentityKey(each))
         self.kinds |= walk.kinds
         return tuple(walk.tokens)
@@ -223,13 +203,13 @@ class AttributeWalk:
         attributes, is_owned = vars(module), self.owned is None or id(module) in self.owned
         # What a proxy has is read by the code of this package, which is not noted.
         wanted = self.names if is_owned and not issubclass(type(module), ModuleProxy) else None
-        self.paths[id(module)].append(path := self.label(len(self.tokens)))
+        path = self.owned[id(module)] if self.owned is not None and is_owned else ""
         names, ignored = self._divided(module, attributes, wanted, path)
         if wanted is not None and wanted.known:  # the other walk has the rest
             self._describe_more(module, attributes, names, ignored)
             return
-        read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
-        self._read_attributes(module, attributes, read, ignored)
+        read = items_of((*names, *(name for name in (*STATE, *HOOKS) if name in attributes)))
+        self.checks.add_attributes(module, attributes, read, ignored)
         self.tokens += [IdentityKey(type(module)), names]
         self._describe_slots(module, depth)
         for name in (*STATE, *HOOKS):
@@ -260,22 +240,11 @@ class AttributeWalk:
         self, module: nn.Module, attributes: dict[str, Any], names: tuple[str, ...], ignored: tuple[str, ...]
     ) -> None:
         """Describe attributes that another walk has left out."""
-        self._read_attributes(module, attributes, lambda found: tuple(map(found.__getitem__, names)), ignored)
+        self.checks.add_attributes(module, attributes, items_of(names), ignored)
         self.tokens.append(names)
         for name in names:
             self._describe_item(attributes, name, 1)
         self._describe_children(attributes["_modules"])
-
-    def _read_attributes(self, thing: Any, attributes: dict[str, Any], read: Any, ignored: tuple[str, ...]) -> None:
-        found = read(attributes)
-        self._keep(found)
-        self._typed.append(thing)
-        self._types.append(type(thing))
-        self._insides.append(attributes)
-        if any(isinstance(each, Tensor) for each in found):  # which is not kept alive
-            self._check(lambda: (size_of(attributes, ignored), *map(id, read(attributes))))
-        else:
-            self._dicts.add(attributes, read, is_of_object=True, ignored=ignored)
 
     def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
         """Describe an item of a dict, and record where a number or a tensor is."""
@@ -291,7 +260,7 @@ class AttributeWalk:
 
     def _describe_children(self, children: dict[str, nn.Module | None]) -> None:
         if not children:
-            self._empty.append(children)
+            self.checks.add_empty(children)
             return
         self._check_mapping(children)
         self.tokens.append(tuple(children))
@@ -300,15 +269,17 @@ class AttributeWalk:
 
     def _describe_object(self, thing: Any, depth: int) -> None:
         """A container, an object with attributes, or both."""
-        kind: Any = type(thing)
-        is_container = isinstance(thing, dict | list | tuple | deque | set | frozenset)
-        self.tokens.append((IdentityKey(kind), *((len(thing), getattr(thing, "maxlen", 0)) if is_container else ())))
-        if is_container:
-            self._describe_container(thing, depth)
+        kind, base = type(thing), container_of(thing)
+        most = thing.maxlen if base is deque else 0
+        self.tokens.append((IdentityKey(kind), *((base.__len__(thing), most) if base is not None else ())))
+        if base is not None:
+            self._describe_container(thing, base, depth)
+        elif (plain := value_of(thing)) is not None:  # of a number or a text of one's own class
+            self.tokens.append(constant_key(plain))
         if isinstance(attributes := getattr(thing, "__dict__", None), dict):
             self._describe_attributes(thing, attributes, depth)
         self._describe_slots(thing, depth)
-        if not (is_container or slots(thing)) and attributes is None:
+        if base is None and not slots(thing) and attributes is None:
             self.tokens.append(IdentityKey(thing))
 
     def _describe_attributes(self, thing: Any, attributes: dict[str, Any], depth: int) -> None:
@@ -320,7 +291,7 @@ class AttributeWalk:
             if self.names is not None and self.names.named is not None:
                 left_out |= attributes.keys() - self.names.named
         names, ignored = tuple(name for name in attributes if name not in left_out), tuple(left_out)
-        self._read_attributes(thing, attributes, lambda found: tuple(map(found.__getitem__, names)), ignored)
+        self.checks.add_attributes(thing, attributes, items_of(names), ignored)
         self.containers.append(attributes)
         self.tokens.append(tuple(map(_item_key, names)))
         self._describe_keys(names, depth)
@@ -329,36 +300,43 @@ class AttributeWalk:
 
     def _describe_slots(self, thing: Any, depth: int) -> None:
         if named := slots(thing):
-            self._check_identities(lambda: [getattr(thing, name, None) for name in named])
+            self.checks.add_identities(lambda: [getattr(thing, name, None) for name in named])
             for name in named:
                 self._describe_named(getattr(thing, name, None), name, depth + 1)
 
-    def _describe_container(self, thing: Any, depth: int) -> None:
-        if isinstance(thing, dict):
+    def _describe_container(self, thing: Any, base: Any, depth: int) -> None:
+        """Describe the entries, which a class may show otherwise."""
+        if issubclass(base, dict):
             self._describe_mapping(thing, depth)
-            if isinstance(thing, defaultdict):
-                self._check_identities(lambda: [thing.default_factory])
+            if base is defaultdict:
+                self.checks.add_identities(lambda: [thing.default_factory])
                 self._describe_named(thing.default_factory, "default_factory", depth + 1)
-        elif isinstance(thing, set | frozenset):
-            if isinstance(thing, set):
-                content = frozenset(thing)
+        elif base in (set, frozenset):
+            content = frozenset(base.__iter__(thing))
+            if base is set:
                 self.containers.append(thing)
-                self._check(lambda: thing == content)
-            self.tokens.append(frozenset(map(_item_key, thing)))
-            self._describe_keys(thing, depth)
+                if content or type(thing) is not set:
+                    self.checks.add(lambda: frozenset(set.__iter__(thing)) == content)
+                else:
+                    self.checks.add_empty(thing)
+            self.tokens.append(frozenset(map(_item_key, content)))
+            self._describe_keys(content, depth)
         else:
-            if not isinstance(thing, tuple):
-                self._keep(thing)
+            if base is not tuple:
                 self.containers.append(thing)
-                self._check(lambda: tuple(map(id, thing)))
-            for index, item in enumerate(thing):
+                if type(thing) is list:
+                    self.checks.add_list(thing)
+                else:
+                    self.checks.add_identities(lambda: base.__iter__(thing))
+            for index, item in enumerate(base.__iter__(thing)):
                 self._describe_named(item, index, depth + 1)
 
     def _describe_mapping(self, mapping: dict[Any, Any], depth: int) -> None:
         self._check_mapping(mapping)
-        self.tokens.append(tuple(map(_item_key, mapping)))
-        self._describe_keys(mapping, depth)
-        for name, value in mapping.items():
+        items = all_items(mapping)
+        self.tokens.append(tuple(_item_key(key) for key, _ in items))
+        self._describe_keys([key for key, _ in items], depth)
+        for name, value in items:
             if type(mapping) is dict:
                 self._describe_item(mapping, name, depth + 1)
             else:
@@ -370,29 +348,14 @@ class AttributeWalk:
                 self.describe(key, depth + 1)
 
     def _check_mapping(self, mapping: dict[Any, Any]) -> None:
-        self._keep(mapping.values())
+        values = [value for _, value in all_items(mapping)]
+        self.checks.keep(values)
         self.containers.append(mapping)
-        if type(mapping) is dict and not any(isinstance(each, Tensor) for each in mapping.values()):
-            self._dicts.add(mapping, _all_items)
+        if type(mapping) is dict and not any(isinstance(each, Tensor) for each in values):
+            self.checks.dicts.add(mapping, plain_items)
         else:
-            self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
-
-    def _check(self, read: Callable[[], object]) -> None:
-        self._checks.append(Check(read, read()))
-
-    def _check_identities(self, read: Callable[[], Iterable[Any]]) -> None:
-        self._keep(read())  # so that none is at the address of another
-        self._check(lambda: [*map(id, read())])
-
-    def _keep(self, things: Iterable[Any]) -> None:
-        self._alive += [thing for thing in things if not isinstance(thing, Tensor)]
-
-
-def _all_items(mapping: dict[Any, Any]) -> tuple[Any, ...]:
-    return *mapping, *mapping.values()
+            self.checks.add(lambda: tuple((key, id(value)) for key, value in all_items(mapping)))
 
 
 def _item_key(thing: Any) -> Hashable:
-    if type(thing) in (float, complex):
-        return type(thing), repr(thing)
-    return (type(thing), thing) if type(thing) in CONSTANTS else IdentityKey(thing)
+    return constant_key(thing) if type(thing) in CONSTANTS else IdentityKey(thing)

@@ -74,6 +74,12 @@ class ModuleProxy(ClassProxy, nn.Module):
         return own.__get__(self) if isinstance(own, property) else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        own = getattr(type(self), name, None)
+        if isinstance(own, property) and own.fset is None:
+            raise AttributeError(
+                f"{name} is a property of the compiled module itself: set it on the module that was given to "
+                "memgraph.compile, which forward reads"
+            )
         # A method of this object would create a reference cycle on the other.
         if name in self.__dict__ or name in dir(type(self)) or getattr(value, "__self__", None) is self:
             object.__setattr__(self, name, value)
@@ -168,6 +174,18 @@ def all_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
+def _loss_of(value: Any, loss: Any) -> Any:
+    """Return the value of a loss.
+
+    Raises:
+        TypeError: it is None, as that of a function without a `return`.
+    """
+    if value is None:
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        raise TypeError(f"loss= ({name}) returned None, and has to return a tensor: is its `return` missing?")
+    return value
+
+
 class WithLoss(ModuleProxy):
     """A module that returns `loss(module(*args, **kwargs), target)`, or `loss(module(...))` without a target.
 
@@ -195,9 +213,9 @@ class WithLoss(ModuleProxy):
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         result = self._module(*args, **kwargs)
         if target is not None:
-            return self._loss(result, target)
+            return _loss_of(self._loss(result, target), self._loss)
         try:
-            return self._loss(result)
+            return _loss_of(self._loss(result), self._loss)
         except TypeError as error:
             error.add_note("loss= is a part of the compiled module, and got its outputs alone: call it with target=...")
             raise

@@ -10,9 +10,13 @@ Numbers, texts, tensors, and containers of these. Other objects count by identit
 from __future__ import annotations
 
 import functools
+import gc
+import os
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from types import BuiltinMethodType, FrameType, FunctionType
 from typing import Any
@@ -22,7 +26,7 @@ from torch import Tensor
 from ..system.entered_code import watching_entries
 from ..tensors.traced_number import STAND_INS
 from .containers import items_of, restore_container
-from .contents import IdentityKey, is_array
+from .contents import STATES, IdentityKey, constant_key, is_array
 from .module_attributes import CONSTANTS, AttributeWalk
 from .read_objects import noting_attributes, noting_modules, noting_objects, noting_reads
 from .variable_scope import OuterVariable, Scope
@@ -63,8 +67,9 @@ class OuterSnapshot:
             self._describe(self.ran.read(thing, name))
 
         with (
+            _without_gc_callbacks(),
             watching_entries(enter),
-            noting_modules(self.ran.read_attribute),
+            noting_modules(self.ran.read_attribute, self.ran.set_attribute),
             noting_objects(self.ran.kinds, self.ran.read_name),
             noting_reads(read),
             noting_attributes(read),
@@ -78,6 +83,26 @@ class OuterSnapshot:
         return tuple(
             one for one in variables if one.scope in both and self.tokens.get(one) != later.tokens.get(one)
         )  # fmt: skip
+
+    def written(self) -> Iterator[tuple[Hashable, str]]:
+        """Yield a key and a title of each place whose plain value is another now: variables, and entries of dicts."""
+        titles = dict[int, str]()
+        for scope, before in self.values.items():
+            now = scope.values()
+            titles |= {id(_content(value)): OuterVariable(scope, name).title for name, value in now.items()}
+            for name in before.keys() & now.keys():
+                if _is_other(before[name], now[name]) and not self.ran.is_of_hooks(OuterVariable(scope, name)):
+                    yield (id(scope.owner), name), OuterVariable(scope, name).title
+        for container, copy in self.copies:
+            title = titles.get(id(container), "a variable")
+            for key in copy.keys() & container.keys() if isinstance(container, dict) else ():
+                if _is_other(copy[key], container[key]):
+                    yield (id(container), key), f"{title}[{key!r}]"
+            if isinstance(container, list | deque) and list(container) != list(copy):
+                yield (id(container), None), title
+        for variable, value in self._walk.contexts:
+            if _is_other(value, variable.get(None)):
+                yield id(variable), titles.get(id(variable), variable.name)
 
     def holds(self, variable: OuterVariable, kind: type[Tensor]) -> bool:
         """Return True if a variable holds a tensor of this kind."""
@@ -97,6 +122,9 @@ class OuterSnapshot:
             old = {id(item) for _, item in items_of(copy)}
             if all(_is_plain(item) or id(item) in old for _, item in items_of(container)):
                 restore_container(container, copy)
+        for variable, value in self._walk.contexts:
+            if variable.get(None) is not value:
+                variable.set(value)
 
     def _describe(self, scopes: Sequence[Scope]) -> None:
         for scope in scopes:
@@ -110,6 +138,17 @@ class OuterSnapshot:
         self.copies += [(container, container.copy()) for container in new]
 
 
+@contextmanager
+def _without_gc_callbacks() -> Iterator[None]:
+    """Run no functions that libraries have given to the garbage collector: they run anywhere in forward."""
+    callbacks = list(gc.callbacks)
+    gc.callbacks.clear()
+    try:
+        yield
+    finally:
+        gc.callbacks[:0] = callbacks
+
+
 def holds(tokens: object, kind: type | tuple[type, ...]) -> bool:
     """Return True if the description of a thing names an object of this kind."""
     described = tokens if isinstance(tokens, tuple) else ()
@@ -119,14 +158,29 @@ def holds(tokens: object, kind: type | tuple[type, ...]) -> bool:
 class PlainWalk(AttributeWalk):
     """Describes plain values and containers, and anything else by identity."""
 
+    contexts: tuple[tuple[ContextVar[Any], Any], ...] = ()  # with the values that they have had
+
     def _describe_new(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, ContextVar):
+            self.contexts = (*self.contexts, (thing, thing.get(None)))
         is_container = type(thing) in CONTAINERS
-        is_plain = isinstance(thing, Tensor | functools.partial | BuiltinMethodType) or is_array(thing)
+        plain = Tensor, functools.partial, functools.partialmethod, BuiltinMethodType
+        is_plain = isinstance(thing, plain) or is_array(thing) or type(thing) in STATES
         if is_plain or (is_container and len(thing) <= LARGE):
             super()._describe_new(thing, depth)
         else:
-            self._alive.append(thing)
+            self.checks.keep([thing])
             self.tokens += [IdentityKey(thing), len(thing)] if is_container else [IdentityKey(thing)]
+
+
+def _content(thing: Any) -> Any:
+    """Return the dict of an object that has its content elsewhere, as `os.environ`."""
+    return STATES[type(thing)](thing) if isinstance(thing, type(os.environ) | threading.local) else thing
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    is_plain = type(now) in CONSTANTS or (isinstance(now, tuple) and all(type(each) in CONSTANTS for each in now))
+    return before is not now and is_plain and constant_key(before) != constant_key(now)
 
 
 def _is_plain(thing: Any) -> bool:

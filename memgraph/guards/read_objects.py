@@ -140,7 +140,7 @@ def _telling() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def noting_objects(kinds: Iterable[type], note: Callable[[str], object]) -> Iterator[None]:
-    """Tell of the names of attributes that the block reads of objects of these classes, by whatever code."""
+    """Tell of the names of attributes that the block reads of objects of these classes, or sets, by whatever code."""
     thread, get = get_ident(), object.__getattribute__
 
     def read(thing: Any, name: str) -> Any:
@@ -148,10 +148,20 @@ def noting_objects(kinds: Iterable[type], note: Callable[[str], object]) -> Iter
             note(name)
         return get(thing, name)
 
+    def setting(set_: Callable[[Any, str, Any], object]) -> Callable[[Any, str, Any], None]:
+        def write(thing: Any, name: str, value: Any) -> None:
+            if get_ident() == thread:
+                note(name)
+            set_(thing, name, value)
+
+        return write
+
     with ExitStack() as stack:
         for kind in kinds:
             try:
                 stack.enter_context(patch.object(kind, "__getattribute__", read))
+                set_: Any = kind.__setattr__
+                stack.enter_context(patch.object(kind, "__setattr__", setting(set_)))
             except Exception:  # its attributes can't be set: then all of its objects counts
                 note("__dict__")
         yield

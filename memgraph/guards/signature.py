@@ -20,7 +20,7 @@ from ..tensors.gradients import existing_gradients
 from ..tensors.layout import has_storage
 from .assumptions import Facts, TensorFact
 from .attribute_guard import AttributeGuard
-from .contents import IdentityKey
+from .contents import IdentityKey, constant_key
 from .owned_tensors import has_hooks, layout_of
 
 GLOBAL_HOOKS = (
@@ -75,7 +75,16 @@ def parameters_read_after_backward(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters()} if in_process_group() else parameters_with_grad_hooks(module)
 
 
-def kernel_modes() -> Hashable:
+# The settings that `kernel_modes` returns, in this order.
+KERNEL_MODES = (
+    "torch.set_num_threads", "torch.use_deterministic_algorithms", "torch.use_deterministic_algorithms (warn_only)",
+    "torch.backends.mkldnn", "torch.backends.nnpack", "a precision of float32 (torch.backends.*.fp32_precision)",
+    "a kernel of attention (torch.backends.cuda.enable_*_sdp)", "torch.backends.cuda (math_sdp)",
+    "the order of attention's kernels", "torch.backends.cudnn", "torch.backends.mha",
+)  # fmt: skip
+
+
+def kernel_modes() -> tuple[Hashable, ...]:
     """Return torch's settings that select kernels."""
     backends, cuda = torch.backends, torch.backends.cuda
     return (
@@ -104,7 +113,7 @@ def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
     keys: list[Hashable] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            keys.append(_constant(leaf))
+            keys.append(constant_key(leaf))
             continue
         if not has_storage(leaf) or leaf.is_conj() or leaf.is_neg():  # no such call is captured
             keys.append((leaf.layout, leaf.is_conj(), leaf.is_neg()))
@@ -113,10 +122,6 @@ def _arguments(leaves: Sequence[object]) -> tuple[Hashable, ...]:
         storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place)
         keys.append(TensorFact(same, storage, type(leaf), leaf.is_leaf, layout_of(leaf)))
     return tuple(keys)
-
-
-def _constant(leaf: object) -> Hashable:
-    return type(leaf), repr(leaf) if isinstance(leaf, float | complex | slice) else leaf  # 0.0 == -0.0
 
 
 def _modes() -> tuple[Hashable, ...]:
@@ -129,5 +134,10 @@ def _modes() -> tuple[Hashable, ...]:
         torch.get_default_device(),
         tuple(IdentityKey(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
         kernel_modes(),
-        tuple(mode() for mode in OTHER_MODES),
+        other_modes(),
     )
+
+
+def other_modes() -> tuple[Hashable, ...]:
+    """Return settings of torch that select no kernel."""
+    return tuple(mode() for mode in OTHER_MODES)

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from .contents import STATES, IdentityKey, is_weak
+from .checks import items_of
+from .contents import NAMESPACES, STATES, IdentityKey, is_weak
 from .module_attributes import CONSTANTS, AttributeWalk
 from .module_proxy import ModuleProxy, all_submodules
 from .outer_snapshot import DEPTH, LARGE, PlainWalk
 from .packages import is_open
 from .variable_scope import OuterVariable, Reads, Scope
-from .what_ran import NAMESPACES
 
 Place = tuple[int, str]  # that of an `OuterVariable`
 # These count in installed packages too: someone may have replaced one.
@@ -38,13 +38,11 @@ class VariableGuard:
 
     Attributes:
         latest: the walks over what the variables were when they were last asked for.
-        changed: the names of those that made the latest new walk.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.latest: list[VariableWalk] = []
-        self.changed: tuple[str, ...] = ()
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._whole = set[int]()  # objects all of whose attributes count
         self._functions = set[int]()
@@ -61,8 +59,6 @@ class VariableGuard:
         new = Reads((*(scope for scope in scopes if scope.names), *whole.values()), functions)
         if not new.scopes and not functions:
             return False
-        changed = (one for one in reads.changed if one.name not in self._known.get(id(one.scope.owner), ()))
-        self._ignored |= {one.place: one.scope for one in changed}
         self._functions |= set(map(id, functions))
         for scope in new.scopes:
             self._known.setdefault(id(scope.owner), set()).update(scope.names or ())
@@ -79,18 +75,13 @@ class VariableGuard:
         """The walks over what the variables are now."""
         for i, walk in enumerate(self.latest):
             if walk.is_stale():
-                self.latest[i] = now = self._walk(walk.reads)
-                self.changed = tuple(one.title for one in now.differing(walk))
+                self.latest[i] = self._walk(walk.reads)
         return self.latest
 
     def ignore_changes(self, before: Sequence[VariableWalk]) -> bool:
         """Leave out from now on what has changed since earlier walks; return True if anything has."""
         pairs = zip(self.walks, before, strict=False)
-        changed = [one for now, earlier in pairs if now is not earlier for one in now.differing(earlier)]
-        self._ignored |= {one.place: one.scope for one in changed}
-        if changed:
-            self.latest = [self._walk(walk.reads) for walk in self.latest]
-        return bool(changed)
+        return any(now is not earlier and any(True for _ in now.differing(earlier)) for now, earlier in pairs)
 
 
 class VariableWalk(PlainWalk):
@@ -102,7 +93,7 @@ class VariableWalk(PlainWalk):
     max_depth = 16
 
     def __init__(self, reads: Reads, ignored: Mapping[Place, object], known: Set[int] = frozenset()) -> None:
-        super().__init__(owned=frozenset())
+        super().__init__(owned={})
         self.reads, self.known = reads, known
         self.described: dict[OuterVariable, tuple[Hashable, ...]] = {}
         self._cells: list[CellType] = []
@@ -120,10 +111,9 @@ class VariableWalk(PlainWalk):
                 self._label = (None, f"the defaults of {function.__qualname__}")
                 self.describe(defaults, DEPTH)
         for inside, names in self._names.values():
-            # A tuple for one name, too.
-            self._dicts.add(inside, itemgetter(*names, *names) if names else _nothing, self._is_of_object(inside))
+            self.checks.dicts.add(inside, items_of(names), self._is_of_object(inside))
         self._found, self._referents = [*self._variables()], gc.get_referents(*reads.functions)
-        self._check(self._are_same)
+        self.checks.add(self._are_same)
 
     def differing(self, before: VariableWalk) -> tuple[OuterVariable, ...]:
         """Return the variables that have other values than in an earlier walk."""
@@ -133,7 +123,7 @@ class VariableWalk(PlainWalk):
     def _describe_new(self, thing: Any, depth: int) -> None:
         kind = type(thing)
         if issubclass(kind, nn.Module) and (issubclass(kind, ModuleProxy) or id(vars(thing)) in self.known):
-            self._alive.append(thing)
+            self.checks.keep([thing])
             self.tokens.append(IdentityKey(thing))
             return
         is_object = isinstance(thing, nn.Module) or (_is_small(thing) and self._is_inside(thing, depth))
@@ -144,8 +134,8 @@ class VariableWalk(PlainWalk):
             if is_open(kind) and not isinstance(thing, type):  # a class has another `__dict__` each time it is asked
                 inside = getattr(thing, "__dict__", None)
                 self.tokens += [IdentityKey(kind), inside if inside is None else IdentityKey(inside)]
-                self._keep([inside])
-                self._check(lambda: (type(thing), id(getattr(thing, "__dict__", None))))
+                self.checks.keep([inside])
+                self.checks.add(lambda: (type(thing), id(getattr(thing, "__dict__", None))))
 
     def _is_inside(self, thing: Any, depth: int) -> bool:
         """Return True for an object in a container, or a container of its own class; any other has its own scope."""
@@ -156,11 +146,11 @@ class VariableWalk(PlainWalk):
         owner, content = scope.owner, scope.content()
         counted = [name for name in sorted(content) if _counts(name, content[name], scope)]
         names = [name for name in counted if OuterVariable(scope, name).place not in ignored]
-        self._keep(content.values())
+        self.checks.keep(content.values())
         tensors = [name for name in names if isinstance(content[name], Tensor)]  # which are not kept alive
         plain = [name for name in names if name not in tensors]
         if tensors:
-            self._check(lambda: [*map(id, map(scope.content().get, tensors))])
+            self.checks.add(lambda: [*map(id, map(scope.content().get, tensors))])
         if isinstance(owner, CellType):
             self._cells += [owner] * len(plain)
         else:
@@ -168,6 +158,9 @@ class VariableWalk(PlainWalk):
             if isinstance(owner, type):
                 self._of_classes.add(id(inside))
             self._names.setdefault(id(owner), (inside, {}))[1].update(dict.fromkeys(plain))
+        if scope.names is None and isinstance(owner, dict):  # the order in which a loop finds them
+            self.tokens.append(tuple(owner))
+            self.checks.dicts.add(owner, tuple, self._is_of_object(owner))
         if isinstance(owner, type) and (content or not scope.is_installed):
             self.tokens += map(IdentityKey, owner.__mro__)
             self._classes += [] if owner in self._classes else [owner]
@@ -197,10 +190,6 @@ class VariableWalk(PlainWalk):
         if len(referents) != len(self._referents):
             return False
         return all(map(is_, self._variables(), self._found)) and all(map(is_, referents, self._referents))
-
-
-def _nothing(mapping: object) -> tuple[()]:
-    return ()
 
 
 def _is_small(thing: Any) -> bool:

@@ -156,13 +156,15 @@ class Names:
 
     def has(self, path: str, kind: type, name: str) -> bool:
         """Return True for an attribute of a submodule, which is of this class."""
-        if "__getattribute__" in overridden(kind):  # nothing tells what is read
+        # Of the latter nothing tells what is read; which modules there are is described once, and always.
+        if name == "_modules" or "__getattribute__" in overridden(kind):
             return not self.known
-        return not _has(self.known, path, name) and (self.read is None or _has(self.read, path, name))
+        return not has_read(self.known, path, name) and (self.read is None or has_read(self.read, path, name))
 
 
-def _has(read: frozenset[tuple[str, str]], path: str, name: str) -> bool:
-    return (path, name) in read or any((path, whole) in read for whole in WHOLE)
+def has_read(read: Set[tuple[Any, str]], part: str | int, name: str) -> bool:
+    """Return True if an attribute is among those that were read, of submodules by their paths or their ids."""
+    return (part, name) in read or any((part, whole) in read for whole in WHOLE)
 
 
 @functools.lru_cache(4096)
@@ -176,13 +178,12 @@ class Reads:
     """The places and functions on which a graph rests outside of attributes.
 
     Attributes:
-        changed: the variables that forward itself has changed; it does so in no other way in the next call.
-        attributes: those of submodules that were read, each the id of one and a name; None if that is not known.
+        attributes: those of submodules that were read, or set to what they were, each the id of one and a name; None
+            if that is not known.
         named: names of attributes that code which ran takes of objects; None if it computes some.
     """
 
     scopes: tuple[Scope, ...] = ()
     functions: tuple[FunctionType, ...] = ()
-    changed: tuple[OuterVariable, ...] = ()
     attributes: frozenset[tuple[int, str]] | None = None
     named: frozenset[str] | None = None

@@ -10,17 +10,14 @@ are named.  What is entered is noted before its first line, so that what it chan
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import logging
 import operator
 import os
-from argparse import Namespace
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from traceback import walk_stack
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,23 +26,20 @@ from torch import Tensor, fx, nn
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
 from .cleared_caches import FunctionCache
-from .code_reads import CodeReads, code_reads, mentions_any
-from .contents import STATES
+from .code_reads import UNTOLD, CodeReads, code_reads, mentions_any
+from .contents import NAMESPACES, STATES, container_of, reached_from
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
 from .module_attributes import CONSTANTS
 from .module_proxy import ModuleProxy
 from .packages import is_installed, is_library, is_open, module_of
-from .variable_scope import WHOLE, OuterVariable, Reads, Scope, Whole, cell_contents, mentions
+from .variable_scope import WHOLE, OuterVariable, Reads, Scope, Whole, cell_contents, has_read, mentions
 
-CONTAINERS = (dict, list, tuple, set, deque)
 GETTERS = (operator.attrgetter, operator.methodcaller)
 CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
 FOUND_BY = dict.fromkeys(("getenv", "getenvb", "expanduser", "expandvars"), (os, "environ"))  # what these read
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
 HOLDERS = ("collections", "configparser", "multiprocessing", "threading")  # of Python's library
-NAMESPACES = (SimpleNamespace, Namespace)
-UNTOLD = frozenset({"__getattribute__", "getattr_static"})  # read attributes past what tells of it
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
@@ -79,7 +73,8 @@ class WhatRan:
         self.codes: dict[CodeType, Entered] = {}
         self._known: dict[int, set[str]] = {}  # names, by the id of what has the variables
         self._names = {*ENTRIES, *METHODS}
-        self._loads, self._told, self._attributes = set[str](), set[str](), set[tuple[int, str]]()
+        self._loads, self._told = set[str](), set[str]()
+        self._attributes, self._set = set[tuple[int, str]](), set[tuple[int, str]]()
         self.kinds = set[type]()
         self.takes_any = False
         self._whole: dict[int, Whole] = {}
@@ -109,8 +104,11 @@ class WhatRan:
         self._add(f"{type(thing).__name__}.{{}}", False, vars(thing), (name,))
         return self.scopes[scopes:]
 
-    def reads(self, changed: Iterable[OuterVariable] = ()) -> Reads:
-        """Return the places and functions on which the graph rests that was traced meanwhile."""
+    def reads(self, written: Container[tuple[int, str]] = ()) -> Reads:
+        """Return the places and functions on which the graph rests that was traced meanwhile.
+
+        `written` are the attributes that each step writes: others that forward has set were what it sets them to.
+        """
         self._held.clear()
         for whole in list(self._whole.values()):  # objects may have been made
             self._name_attributes(whole)
@@ -120,7 +118,8 @@ class WhatRan:
                     self._hold(value)
         is_any = not self._told.isdisjoint(WHOLE) or not self._names.isdisjoint(UNTOLD)
         named = None if is_any else frozenset(self._told)
-        return Reads(tuple(self.scopes), tuple(self.functions), tuple(changed), frozenset(self._attributes), named)
+        kept = {attribute for attribute in self._set if attribute not in written}
+        return Reads(tuple(self.scopes), tuple(self.functions), frozenset(self._attributes | kept), named)
 
     def has(self, variable: OuterVariable) -> bool:
         """Return True if what ran refers to a variable, which another record may have."""
@@ -128,12 +127,15 @@ class WhatRan:
 
     def takes(self, part: nn.Module, name: str) -> bool:
         """Return True if an attribute of a module was read, or code that ran has a branch which may."""
-        noted = any((id(part), each) in self._attributes for each in (name, *WHOLE))
-        return noted or self.takes_any or name in self._loads
+        return has_read(self._attributes, id(part), name) or self.takes_any or name in self._loads
 
     def read_attribute(self, part: nn.Module, name: str) -> None:
         """Note that an attribute of a module is read."""
         self._attributes.add((id(part), name))
+
+    def set_attribute(self, part: nn.Module, name: str) -> None:
+        """Note that an attribute of a module is set."""
+        self._set.add((id(part), name))
 
     def read_name(self, name: str) -> None:
         """Note that an attribute of this name is read of an object of one of `kinds`."""
@@ -183,7 +185,8 @@ class WhatRan:
             self._add("the logger {}", True, loggers, texts & loggers.keys())
         for each in reads.imports:
             for module in each.found(str(content.get("__package__") or "")):
-                names = set(each.names) or reads.names & vars(module).keys()
+                names = each.taken(module) or reads.names & vars(module).keys()
+                self._enter_file(module)
                 self._add(f"{module.__name__}.{{}}", is_installed(module), vars(module), names)
         if frame.f_code.co_argcount and (first := frame.f_locals.get(frame.f_code.co_varnames[0])) is not None:
             self._enter_class(first if isinstance(first, type) else type(first))
@@ -254,12 +257,14 @@ class WhatRan:
             self._add(f"{title}.{{}}", installed, owner, {name})
             value = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
             is_last, label = place == len(path) - 1, f"{title}.{name}"
-            if isinstance(value, (*WRAPPERS, *CONTAINERS, *GETTERS, nn.Module)):
+            if isinstance(value, (*WRAPPERS, *GETTERS, *STATES, nn.Module)) or container_of(value) is not None:
                 self._hold(value)
             if isinstance(value, type):
                 self._enter_class(value)
                 return
             if isinstance(value, ModuleType):
+                if is_last or path[place + 1] not in vars(value):
+                    self._enter_file(value)
                 title, owner, installed = value.__name__, vars(value), is_installed(value)
             elif isinstance(value, FunctionType):
                 title, owner = value.__qualname__, vars(value)
@@ -281,7 +286,6 @@ class WhatRan:
         if id(value) in self._held or depth > DEPTH or isinstance(value, (*CONSTANTS, *CLOSED, Tensor)):
             return
         self._held[id(value)] = value
-        inside: Any = ()
         for name in AROUND:
             self._hold(getattr(value, name, None) if isinstance(value, WRAPPERS) else None, depth)
         if isinstance(value, FunctionType):
@@ -304,22 +308,18 @@ class WhatRan:
         if isinstance(value, torch.optim.Optimizer):
             self._optimizers.append(value)
             self._mention(set())
-        if isinstance(value, functools.partial):
-            inside = *value.args, *value.keywords.values()
-        elif isinstance(value, CONTAINERS):
-            inside = (value.values() if isinstance(value, dict) else value) if len(value) <= MANY else ()
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-            self._enter_class(type(value))
-            inside = attributes.values()
+        attributes = getattr(value, "__dict__", None)
+        self._enter_class(type(value))
+        inside = [*reached_from(value, MANY), *(attributes.values() if isinstance(attributes, dict) else ())]
         if isinstance(value, MethodType):
             self._enter_object(type(value.__self__).__qualname__, value.__self__, 0)
         for each in list(inside):
             self._hold(each, depth + 1)
 
     def _enter_file(self, file: ModuleType) -> None:
-        """Let the variables of a file that an attribute leads to count, once they are named."""
+        """Let the variables of a file that is used as a value count, once they are named."""
         if not is_installed(file) and id(vars(file)) not in self._whole:
-            self._whole[id(vars(file))] = Whole(file.__name__, vars(file), is_installed(file), DEPTH, frozenset())
+            self._whole[id(vars(file))] = Whole(file.__name__, vars(file), False, 0, frozenset())
             self._name_attributes(self._whole[id(vars(file))])
 
     def _enter_class(self, kind: type) -> None:

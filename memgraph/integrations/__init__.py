@@ -3,6 +3,5 @@
 trainer             MemoryBudget, a callback of transformers' Trainer
 lightning_budget    LightningBudget, a callback of Lightning's
 budgeted_forward    what both do to a module
-trainer_reads       what forward reads of Lightning's trainer
 activation_solver   ActivationSolver, for what torch.compile saves for backward
 """

@@ -9,6 +9,12 @@ model.generate(ids)                              ->   runs the plain forward
 
 Trainers wrap forward, or put another in its place, when they like. So it is looked at before each step. One that says
 that it wraps the planned forward stays around it; another is planned itself, and all that it calls are plain.
+
+Attributes of a trainer that forward reads: a step depends on these, and not on all that changes in a trainer.
+
+reads = TrainerReads(trainer)
+module._trainer = reads;  module.forward(x)   # which reads self.current_epoch
+reads.refreshed()   ->   {"current_epoch": 3}
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from functools import update_wrapper
+from inspect import signature
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,10 +34,13 @@ from torch import nn
 from ..api.compiled_module import CompiledModule
 from ..api.compiler import compile
 from ..capture.call.changed_arguments import ChangedArgumentError
-from ..errors import BudgetError, UnplannedError
+from ..errors import BudgetError, NoPlanError, UnplannedError
 from ..guards.wrappers import refuse_wrapped
-from ..optim.optimizer_clone import UntriedUpdateError
+from ..optim.trial_copy import UntriedUpdateError
+from ..options.argument_rules import check_argument
 from ..options.compile_options import Budget
+from ..report.report import Report
+from ..system.byte_sizes import nbytes_within
 from ..system.frames import is_inside
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import select_all
@@ -50,6 +60,15 @@ class ModuleBudget:
     """
 
     def __init__(self, budget: Budget, options: dict[str, Any]) -> None:
+        """
+        Raises:
+            TypeError, ValueError: there is no such option, or the budget can't be read.
+        """
+        known = signature(compile).parameters.keys() - {"model", "budget"}
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"{unknown[0]}= is no option of memgraph.compile, which has {', '.join(sorted(known))}")
+        if isinstance(check_argument("budget", budget), str):
+            nbytes_within(str(budget), 1 << 62, "any device")
         self._budget, self._options = budget, options
         self._optimizer: torch.optim.Optimizer | None = None
         self._uncounted: torch.optim.Optimizer | None = None  # which can't be tried
@@ -94,6 +113,32 @@ class ModuleBudget:
         """Count the states of an optimizer from the next call on."""
         if optimizer is not self._optimizer and optimizer is not self._uncounted:
             self._optimizer, self.compiled = optimizer, None
+
+    def default(self, budget: Budget) -> None:
+        """Take a budget where none was given."""
+        if self._budget is None and self.compiled is None:
+            self._budget = budget
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the latest training step; None before the first call."""
+        try:
+            return None if self.compiled is None else self.compiled.plan
+        except NoPlanError:
+            return None
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The latest plan for a log of numbers: megabytes, and shares of the step's time; empty before the first."""
+        if self.report is None:
+            return {}
+        report = self.report
+        return {
+            "memory_peak_mb": round((report.measured or report.peak) / 1e6, 3),
+            "memory_forecast_mb": round(report.peak / 1e6, 3),
+            "memory_budget_mb": round(report.budget / 1e6, 3),
+            "memory_overhead": round(report.longer, 4),
+        }
 
     def begin_step(self, model: nn.Module, own: Callable[[], dict[str, Any]] = dict) -> None:
         """Cover the module, whose step is about to begin."""
@@ -249,3 +294,32 @@ def follow(shared: nn.Module, model: nn.Module, but: Set[str]) -> None:
 
 def _runs_hooks(name: str) -> bool:
     return name.endswith("_hooks") and name not in STATE_HOOKS
+
+
+class TrainerReads:
+    """Stands for a trainer in a module that is captured.
+
+    It has no attributes but its slots. A captured step depends on the values that were read, and on no private slot.
+    """
+
+    __slots__ = ("__names", "__trainer", "_read_values")
+
+    def __init__(self, trainer: Any) -> None:
+        self.__trainer = trainer
+        self.__names: dict[str, None] = {}
+        self._read_values: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of whoever looks at this object, as the guards do
+            raise AttributeError(name)
+        if name in self._read_values:
+            return self._read_values[name]
+        value = getattr(self.__trainer, name)
+        self.__names[name] = None
+        return value
+
+    def refreshed(self) -> dict[str, Any]:
+        """Return the attributes that were read until now, as they are now; later reads get these."""
+        self._read_values.clear()
+        self._read_values.update((name, getattr(self.__trainer, name)) for name in self.__names)
+        return self._read_values

@@ -2,7 +2,7 @@
 
 lightning.Trainer(callbacks=[memgraph.LightningBudget("24GB")]).fit(module, loader)
 
-->   forward of the LightningModule is planned under the budget; checkpoints, loops and logs are the plain ones
+->   forward of the LightningModule is planned under the budget; checkpoints and loops are the plain ones
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import nn
 from ..errors import UnplannedError
 from ..options.compile_options import Budget
 from ..report.report import Report
-from .budgeted_forward import ModuleBudget
-from .trainer_reads import TrainerReads
+from .budgeted_forward import ModuleBudget, TrainerReads
 
 if find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule  # pyright: ignore[reportMissingImports] # optional
@@ -35,6 +34,8 @@ THEIRS = {"optimizer", "loss", "microbatches", "reduction", "fuse_update"}
 
 class LightningBudget(Callback):  # type: ignore[misc]
     """Runs forward and backward of one module under a budget, in training, validation, test and prediction.
+
+    The trainer's loggers get `memory_peak_mb`, `memory_forecast_mb`, `memory_budget_mb` and `memory_overhead`.
 
     The module's forward is replaced in place while the trainer runs, so that precision, accumulation, clipping,
     validation, checkpoints and resuming work as without it. A method `generate` that needs no gradients runs the plain
@@ -65,8 +66,7 @@ class LightningBudget(Callback):  # type: ignore[misc]
     @property
     def plan(self) -> Report | None:
         """The report of the latest training step, as `plan` of a compiled module; None before the first call."""
-        compiled = self._budget.compiled
-        return compiled.plan if compiled else None
+        return self._budget.report
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Replace forward before a strategy wraps the module.
@@ -118,6 +118,8 @@ class LightningBudget(Callback):  # type: ignore[misc]
         """
         if not pl_module.automatic_optimization and self.plan is None:
             self._budget.end_step(self._budget.calls)
+        if trainer.loggers and (scalars := self._budget.scalars):
+            pl_module.log_dict(scalars, on_step=True, on_epoch=False)
 
     def on_validation_batch_start(self, *event: Any, **rest: Any) -> None:
         self._cover()

@@ -2,7 +2,10 @@
 
 Trainer(model, arguments, train_dataset=rows, callbacks=[memgraph.MemoryBudget("24GB")]).train()
 
-->   each step is planned under the budget; the model, its checkpoints and the trainer's log are the plain ones
+->   each step is planned under the budget; the model and its checkpoints are the plain ones, and lines of the trainer's
+     log have the bytes of steps beside the loss
+
+{'loss': 2.31, 'learning_rate': 5e-05, 'memory_peak_mb': 6871.2, 'memory_budget_mb': 8000.0, ...}
 """
 
 from __future__ import annotations
@@ -29,8 +32,12 @@ class MemoryBudget(transformers.TrainerCallback):  # type: ignore[misc]
     from the begin of training on.  `generate` runs the plain model.  A loss that calls the model
     twice before backward needs `forwards=2`.
 
+    Lines of the log that have a loss get `memory_peak_mb`, measured if it is known, `memory_forecast_mb`,
+    `memory_budget_mb`, and `memory_overhead`, the forecast share of a step's time that the plan adds.
+
     Args:
-        budget: bytes of the device for the whole step, as in `memgraph.compile`.
+        budget: bytes of the device for the whole step, as in `memgraph.compile`. Without one it is `memory_budget` of
+            the trainer's arguments, if these have that, then the environment's MEMGRAPH_BUDGET, then what is free.
         options: others of `memgraph.compile`, as `offload` or `time_limit`.
 
     Raises:
@@ -48,8 +55,7 @@ class MemoryBudget(transformers.TrainerCallback):  # type: ignore[misc]
     @property
     def plan(self) -> Report | None:
         """The report of the latest training step, as `plan` of a compiled module; None before the first call."""
-        compiled = self._budget.compiled
-        return compiled.plan if compiled else None
+        return self._budget.report
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
         """Replace forward before mixed precision wraps it."""
@@ -96,12 +102,32 @@ class MemoryBudget(transformers.TrainerCallback):  # type: ignore[misc]
                 "torch_compile=True and MemoryBudget both run the steps of the model: choose one. Leave out "
                 'torch_compile, and give MemoryBudget(..., lower="inductor") for kernels of torch.compile'
             )
+        self._budget.default(getattr(args, "memory_budget", None))
         trainer = running(transformers.Trainer)
         if trainer is not None:
             refuse_compiled(trainer.model_wrapped)
+            self._log_first(trainer.callback_handler)
         model = trainer.model if trainer is not None else model
         if model is not None:
             self._budget.begin_step(model)
+
+    def _log_first(self, handler: Any) -> None:
+        """Let the log have the bytes before others read it: TensorBoard and Weights & Biases are told first."""
+        if not any(isinstance(each, MemoryLog) for each in handler.callbacks):
+            handler.callbacks = [MemoryLog(self._budget), *handler.callbacks]  # it is running through the old list
+
+
+class MemoryLog(transformers.TrainerCallback):  # type: ignore[misc]
+    """Adds the bytes of planned steps to the lines of a trainer's log."""
+
+    def __init__(self, budget: ModuleBudget) -> None:
+        self._budget = budget
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        if logs is not None and "loss" in logs:
+            logs |= self._budget.scalars
+            if state.log_history:  # a copy, which checkpoints have
+                state.log_history[-1] |= self._budget.scalars
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:

@@ -9,9 +9,8 @@ eager_state      the modes and the state in which the submodule runs as in eager
 entropy_seeds    seeds from the system's entropy, taken again when forward runs again
 observed_ops     the bytes that ops make, and what they write to
 live_bytes       the bytes that are alive at once, with what autograd would keep
-simulated_backward   the peak of a backward, found in forward on fake tensors
-reach            facts of an autograd graph: which tensors a gradient reaches, and how often
 module_calls     take the calls of submodules
 recorder         a real call of a submodule -> its part, measured
 traced_parts     put an op in the place of a submodule's call in a trace
+refused_dropout  refuse a layer whose dropout cuDNN draws from a state that can't be read
 """

@@ -51,6 +51,12 @@ class LiveBytes:
         for tensor in elsewhere:
             self.add(tensor, 0)
 
+    @property
+    def now(self) -> int:
+        """The bytes that are alive."""
+        self._forget_freed()
+        return self._now
+
     def add(self, tensor: Tensor, nbytes: int | None = None) -> None:
         """Count a tensor's storage, if it is new."""
         self._block(tensor, nbytes)

@@ -10,6 +10,7 @@ torch's optimizers that do are a list; the tests show each of them bit-equal in 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -24,6 +25,8 @@ ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
     *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
+OURS = "_memgraph_step"
+TORCHS = os.path.dirname(optim.__file__)
 OPTIONS = ("differentiable", "capturable")  # with these no update runs in windows
 EXACT_DTYPES = (torch.float32, torch.float64)  # results do not depend on which elements a kernel takes together
 
@@ -39,13 +42,30 @@ def is_exact(parameter: Tensor, on_host: bool = False) -> bool:
 
 def declared_elementwise(kind: type[optim.Optimizer]) -> bool:
     """Return True if the class is in the list, or says `pointwise = True` in its own body: a subclass may differ."""
-    return kind in ELEMENTWISE or vars(kind).get("pointwise") is True
+    return has_torchs_step(kind) or vars(kind).get("pointwise") is True
+
+
+def has_torchs_step(kind: type[optim.Optimizer]) -> bool:
+    """Return True for a class of the list whose step was not replaced."""
+    code = getattr(unhooked_step(kind), "__code__", None)
+    return kind in ELEMENTWISE and code is not None and os.path.dirname(code.co_filename) == TORCHS
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Return True if its update can run in windows, whatever its gradients."""
     return declared_elementwise(type(optimizer)) and not any(
         group.get(option) for group in optimizer.param_groups for option in OPTIONS
+    )
+
+
+def replaced_step(optimizer: optim.Optimizer) -> str | None:
+    """Return why the step that the object itself has can't be run in windows, with what to do; None if it has none."""
+    own = vars(optimizer).get("step")
+    if own is None or hasattr(own, "_wrapped_by_lr_sched") or hasattr(own, OURS):
+        return None
+    return (
+        f"the step of this {type(optimizer).__name__} was replaced on the object, and an update in windows runs that "
+        "of the class: replace it after memgraph.compile"
     )
 
 
@@ -76,11 +96,26 @@ def check_windows(optimizer: optim.Optimizer, unit_is_known: bool = False) -> No
             f"{type(optimizer).__name__} is not known to update each element independently, and no trial shows it of "
             "each parameter, so its state can't be offloaded: give it to memgraph.compile"
         )
-    if reason := option_reason(optimizer, lambda parameter: parameter.grad is not None):
+    if reason := option_reason(optimizer, lambda parameter: parameter.grad is not None) or _hook_reason(optimizer):
         raise UpdateError(reason)
     for parameter in parameter_groups(optimizer):
         if parameter.grad is not None:
             _check_tensors(type(optimizer).__name__, parameter, parameter.grad)
+
+
+def _hook_reason(optimizer: optim.Optimizer) -> str | None:
+    """Return why hooks of a step would run for each window: torch runs them in the step of a base, too."""
+    kind = type(optimizer)
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooked = [base for base in kind.__mro__[1:] if getattr(vars(base).get("step"), "hooked", False)]
+    names = set(getattr(getattr(unhooked_step(kind), "__code__", None), "co_names", ()))
+    calls_base = "step" in names and not names.isdisjoint({"super", *(base.__name__ for base in hooked)})
+    if "step" not in vars(kind) or not hooked or not any(hooks) or not calls_base:
+        return None
+    return (
+        f"{kind.__name__} calls the step of {hooked[0].__name__}, in which torch runs the hooks of this optimizer once "
+        "more, for each window of its update: remove the hooks of the step, or call them in the loop"
+    )
 
 
 def is_nondeterministic(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
@@ -114,5 +149,6 @@ def replace_step(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Any:
     def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
+    setattr(step, OURS, True)
     del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
     return MethodType(step, optimizer)

@@ -17,8 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from ..opaque.live_bytes import LiveBytes
 from ..tensors.parameter_groups import state_tensors
+from .elementwise import unhooked_step
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "convolution")
+
+
+class FakeSteps(NamedTuple):
+    """Bytes of steps on all parameters: of what they leave behind, and the most that one allocates beside it."""
+
+    states: int
+    workspace: int
 
 
 class FakeStep(NamedTuple):
@@ -40,23 +48,48 @@ def fake_step(
     Args:
         rounded: the bytes of a block on the device, for the bytes of a tensor.
     """
-    known = [each for p in parameters for each in (p, p.grad) if each is not None]
-    # Dynamo would note code that it meets beneath a mode as never to be compiled, and the user's own steps run it.
-    with (
-        torch.compiler.set_stance("force_eager"),
-        _Meter([*known, *state_tensors(optimizer)], rounded) as meter,
-        torch.no_grad(),
-    ):
-        type(optimizer).step(optimizer)
+    known = [*_given(parameters), *state_tensors(optimizer)]
+    meter = _Meter(LiveBytes(known), rounded)
+    _step(optimizer, meter)
     return FakeStep(int(meter.live.peak), meter.is_whole)
+
+
+def fake_steps(
+    optimizer: torch.optim.Optimizer, parameters: Collection[Tensor], count: int,
+    rounded: Callable[[int], int] = int,
+) -> FakeSteps:  # fmt: skip
+    """Step `count` times, inside a fake mode, on all parameters: a class may keep tensors of one for the next ones.
+
+    It may keep them beyond a step, too. What a step frees, as a gradient that it replaces, counts no longer.
+    """
+    live = LiveBytes()
+    for each in _given(parameters):
+        live.add(each, rounded(each.untyped_storage().nbytes()))
+    before = live.now
+    for each in state_tensors(optimizer):
+        live.add(each, rounded(each.untyped_storage().nbytes()))
+    for _ in range(count):
+        _step(optimizer, _Meter(live, rounded))
+    states = live.now - before
+    return FakeSteps(states, max(0, int(live.peak) - before - states))
+
+
+def _given(parameters: Collection[Tensor]) -> list[Tensor]:
+    return [each for p in parameters for each in (p, p.grad) if each is not None]
+
+
+def _step(optimizer: torch.optim.Optimizer, meter: _Meter) -> None:
+    # Dynamo would note code that it meets beneath a mode as never to be compiled, and the user's own steps run it.
+    with torch.compiler.set_stance("force_eager"), meter, torch.no_grad():
+        unhooked_step(type(optimizer))(optimizer)
 
 
 class _Meter(TorchDispatchMode):
     """Counts the storages that ops make, while they are alive."""
 
-    def __init__(self, known: Sequence[Tensor], rounded: Callable[[int], int]) -> None:
+    def __init__(self, live: LiveBytes, rounded: Callable[[int], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.rounded, self.is_whole = LiveBytes(known), rounded, True
+        self.live, self.rounded, self.is_whole = live, rounded, True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

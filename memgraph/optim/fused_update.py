@@ -21,10 +21,11 @@ from ..guards.module_proxy import unwrapped
 from ..profile.memory_meter import resident_bytes
 from ..storage.mapped_storage import buffer_slice_of
 from ..tensors.parameter_groups import parameter_groups, state_tensors
-from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step, unhooked_step
+from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step
 from .offloaded_update import OffloadedUpdate
-from .optimizer_clone import STATE_ADVICE, clone_optimizer, unclonable_reason
-from .streamed_update import StreamedUpdate
+from .step_on import groups_with, step_on
+from .update_unit import STATE_ADVICE, shared_change
+from .windowed_update import WindowedUpdate
 
 WITHOUT = "compile without fuse_update for this"
 LOAD = "load an earlier state: memgraph.load_state(path, model, optimizer), or load_state_dict() of model and optimizer"
@@ -38,7 +39,7 @@ class FusedUpdate:
         self.guard = PartialUpdateGuard(module)
         self.groups: dict[Tensor, int] = {}
         self.parameters: dict[str, Tensor] = {}  # of the backward that runs, or ran last
-        self.stream: StreamedUpdate | None = None  # updates offloaded parameters, from the first of them on
+        self.stream: WindowedUpdate | None = None  # updates offloaded parameters, from the first of them on
         self.waited_us: dict[str, float] = {}  # for the tier, by the parameter's name
         self.updated = 0
         self.accepted = False  # the latest backward was not refused
@@ -75,17 +76,16 @@ class FusedUpdate:
         is_offloaded = self._is_offloaded(parameter)
         if is_offloaded and self.stream is None:
             streamed = list(filter(self._is_offloaded, self.parameters.values()))
-            self.stream = self.offloaded.stream(self._clone_for(*streamed), streamed)
+            self.stream = self.offloaded.stream(self.optimizer, {each: self.groups[each] for each in streamed})
         self.updated += 1
         if is_offloaded and self.stream is not None:
             before = self.stream.waited_s
             self.stream.update(parameter, gradient)
             self.waited_us[name] = (self.stream.waited_s - before) * 1e6
             return
-        clone = self._clone_for(parameter)
         parameter.grad = gradient
         try:
-            unhooked_step(type(clone))(clone)
+            step_on(self.optimizer, groups_with(self.optimizer.param_groups, {parameter: self.groups[parameter]}))
         finally:
             parameter.grad = None
 
@@ -178,16 +178,6 @@ class FusedUpdate:
         """A loaded state is a fresh start: no update waits for its `step`."""
         self.options = None
         self.guard.mark_loaded("optimizer")
-
-    def _clone_for(self, *parameters: Tensor) -> optim.Optimizer:
-        """The optimizer, with its options and states, over these parameters only."""
-        wanted = set(parameters)
-        groups = [
-            {**group, "params": kept}
-            for group in self.optimizer.param_groups
-            if (kept := [parameter for parameter in group["params"] if parameter in wanted])
-        ]
-        return clone_optimizer(self.optimizer, groups)
 
     def _is_offloaded(self, parameter: Tensor) -> bool:
         tensors = (parameter, *self.optimizer.state.get(parameter, {}).values())
@@ -284,5 +274,5 @@ def check_fusable(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__name__} as it is can't update one parameter after the other in backward; use one of "
             f"{supported} itself, without differentiable=True and capturable=True, or {WITHOUT}"
         )
-    if why := unclonable_reason(optimizer):
+    if why := shared_change(optimizer):
         raise FusedError(f"{why}, and an update in backward is made of many; {STATE_ADVICE}, or {WITHOUT}")

@@ -14,41 +14,40 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-from ..guards.signature import kernel_modes
 from ..storage.mapped_storage import BufferLocation, BufferSlice, CopySource
 from ..storage.pinned_storage import AfterEvent, PinnedBufferAllocator, StreamCopy
 from ..storage.pinned_tier import extra_streams, record_event
 from ..system.device import CPU
-from ..system.measurement_cache import measure_once
-from ..system.setting import environment_key
-from ..system.timer import flush_caches, shortest_us
 from ..tensors.layout import view_bytes_as
 from ..tensors.parameter_groups import parameter_groups
 from .elementwise import EXACT_DTYPES
-from .optimizer_clone import ClonedOptimizer, StepInput, initial_state
-from .optimizer_profiler import kernel_options
+from .optimizer_profiler import UNLIMITED, OptimizerProfiler
+from .parameter_kind import ParameterKind
+from .step_on import SCALING, Group, StepOutcome, step_window
 from .trained_parameters import Owner
+from .trial_copy import copy_with
 from .update_operands import ParameterPredicate, ParameterUpdate, UpdateOperand
-
-_element_times: dict[str, float] = {}  # microseconds; a cache, so that nothing is timed twice in a process
+from .window_views import WindowView, WriteBack
 
 
 class HostStep:
-    """The optimizer over host tensors, and two pinned windows for what is on the device."""
+    """The optimizer's step on host tensors, and two pinned windows for what is on the device."""
 
-    def __init__(self, optimizer: optim.Optimizer, host: PinnedBufferAllocator, nbytes: int) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, groups: Sequence[Group], host: PinnedBufferAllocator, nbytes: int
+    ) -> None:
         """
         Raises:
             PinnedError: the host has no memory for windows of so many bytes.
         """
-        self.host, self.clone = host, clone_on_host(optimizer)
+        self.host, self.optimizer, self.groups = host, optimizer, host_groups(optimizer, groups)
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.pending = host.cuda.Event()
         if nbytes:
@@ -66,16 +65,24 @@ class HostStep:
         """Wait until the device has done the work that `begin` recorded."""
         self.pending.synchronize()
 
-    def step(self, inputs: Sequence[StepInput]) -> list[dict[str, Any] | None]:
-        """Update host tensors; return the state of each.
+    def step(self, views: Sequence[WindowView], outcome: StepOutcome) -> list[WriteBack]:
+        """Step on the host tensors of a window; return what has to be copied to the tier beside what was filled.
 
         Those without a state are updated separately: SGD's fused kernel assumes that all are like the first.
         """
-        states: dict[int, dict[str, Any] | None] = {}
-        for is_new in (False, True):
-            some = [i for i, (_, _, state) in enumerate(inputs) if is_new is not bool(state)]
-            states.update(zip(some, self.clone.step([inputs[i] for i in some]), strict=True) if some else ())
-        return [states[i] for i in range(len(inputs))]
+        state = self.optimizer.state
+        rows = [[each for each in views if bool(state.get(each.update.parameter)) is known] for known in (True, False)]
+        scaling = {name: vars(self.optimizer)[name] for name in SCALING if name in vars(self.optimizer)}
+        vars(self.optimizer).update({name: _to_host(value) for name, value in scaling.items()})
+        # Before torch 2.13 an optimizer makes its numbers on the default device.
+        own_device = torch.get_default_device().type != "cpu"
+        try:
+            with CPU if own_device else nullcontext():
+                return [
+                    write for row in rows if row for write in step_window(self.optimizer, self.groups, row, outcome)
+                ]
+        finally:
+            vars(self.optimizer).update(scaling)
 
 
 def reserve_windows(host: PinnedBufferAllocator, nbytes: int, owner: object) -> None:
@@ -89,15 +96,19 @@ def reserve_windows(host: PinnedBufferAllocator, nbytes: int, owner: object) -> 
 
 
 def split_by_device(
-    updates: Sequence[ParameterUpdate], clone: ClonedOptimizer, on_host: ParameterPredicate, location: BufferLocation
+    updates: Sequence[ParameterUpdate],
+    optimizer: optim.Optimizer,
+    on_host: ParameterPredicate,
+    location: BufferLocation,
 ) -> tuple[list[ParameterUpdate], list[ParameterUpdate]]:
     """Divide updates into those on the device and those on the host, whose operands become host tensors."""
     device_updates, host_updates = list[ParameterUpdate](), list[ParameterUpdate]()
     for update in updates:
         # Fused CPU kernels go through memory in order, whatever the strides, so all operands need the same order.
         same_order = all(operand.flat is not None for operand in update.operands.values())
-        if isinstance(location, PinnedBufferAllocator) and on_host(update.parameter) and same_order:
-            _move_to_host(update, clone, location)
+        is_cut = not update.whole and same_order
+        if is_cut and isinstance(location, PinnedBufferAllocator) and on_host(update.parameter):
+            _move_to_host(update, optimizer, location)
             host_updates.append(update)
         else:
             device_updates.append(update)
@@ -111,17 +122,16 @@ def place_states_on_host(update: ParameterUpdate) -> None:
             update.new_states[key] = _host_operand(operand)
 
 
-def clone_on_host(optimizer: optim.Optimizer) -> ClonedOptimizer:
-    """Return the optimizer's step on host tensors, by the fused kernel if it has one."""
-    clone = ClonedOptimizer(optimizer)
-    for options, group in zip(clone.options, optimizer.param_groups, strict=True):
-        options |= {key: _to_host(value) for key, value in options.items()}
+def host_groups(optimizer: optim.Optimizer, groups: Sequence[Group]) -> list[Group]:
+    """Return these groups with options for a step on host tensors, by the fused kernel if there is one."""
+    found = []
+    for group in groups:
+        options = {key: value if key == "params" else _to_host(value) for key, value in group.items()}
         chosen = "fused" not in options or options["fused"] is not None or options["foreach"]
         if not chosen and all(_has_fused_kernel(optimizer, parameter) for parameter in group["params"]):
             options["fused"] = True
-    clone.scaling = {name: _to_host(value) for name, value in clone.scaling.items()}
-    clone.device = CPU
-    return clone
+        found.append(options)
+    return found
 
 
 def host_update_rate(optimizer: optim.Optimizer, states: Mapping[Owner, int], nbytes: int) -> float:
@@ -129,12 +139,11 @@ def host_update_rate(optimizer: optim.Optimizer, states: Mapping[Owner, int], nb
 
     0.0 if there are none. A window of made-up parameters is stepped on, in memory that no cache holds.
     """
-    groups = parameter_groups(optimizer)
-    counts = Counter[tuple[int, torch.dtype]]()
+    groups, on_host = parameter_groups(optimizer), copy_with(optimizer, host_groups(optimizer, optimizer.param_groups))
+    profiler, counts = OptimizerProfiler(on_host), Counter[tuple[int, torch.dtype]]()
     for parameter in (owner for owner in states if isinstance(owner, Tensor)):
         counts[groups[parameter], parameter.dtype] += parameter.numel()
-    clone = clone_on_host(optimizer)
-    us = sum(count * _element_us(clone, *kind, nbytes) for kind, count in counts.items())
+    us = sum(count * _element_us(profiler, *kind, nbytes) for kind, count in counts.items())
     return sum(states.values()) / us if us else 0.0
 
 
@@ -178,7 +187,7 @@ def _has_fused_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
     return low or parameter.dtype in EXACT_DTYPES
 
 
-def _move_to_host(update: ParameterUpdate, clone: ClonedOptimizer, host: PinnedBufferAllocator) -> None:
+def _move_to_host(update: ParameterUpdate, optimizer: optim.Optimizer, host: PinnedBufferAllocator) -> None:
     """Let an update use offloaded operands in place, and copy the others to windows."""
     for name, operand in update.operands.items():
         if operand.slice is None:
@@ -187,8 +196,8 @@ def _move_to_host(update: ParameterUpdate, clone: ClonedOptimizer, host: PinnedB
         else:
             update.operands[name] = _host_operand(operand)
     if not update.state:
-        update.scalar_devices = clone.scalar_devices(update.group, update.parameter.dtype)
-    update.state = {key: value if key in update.operands else _to_host(value) for key, value in update.state.items()}
+        kind = ParameterKind.of(update.group, update.parameter)
+        update.scalar_devices = OptimizerProfiler(optimizer).scalar_devices(kind)
     update.on_host = True
 
 
@@ -202,17 +211,7 @@ def _to_host(value: Any) -> Any:
     return value.to(CPU) if isinstance(value, Tensor) else value
 
 
-def _element_us(clone: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
-    kind = f"{type(clone.optimizer)} {kernel_options(clone.options[group])} {dtype}"
-    key = f"host step {kind} {nbytes} {kernel_modes()} {environment_key(CPU)}"
-    return measure_once(_element_times, key, lambda: _measure_us(clone, group, dtype, nbytes), float, float)
-
-
-def _measure_us(clone: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
-    states = sum(state.itemsize for state in clone.state_dtypes(group, dtype).values() if state)
-    count = max(1, nbytes // (2 * dtype.itemsize + states))
-    sample = torch.zeros(count, dtype=dtype)
-    sample.grad = torch.zeros_like(sample)
-    (state,) = clone.step([(group, sample, initial_state(clone.optimizer, clone.options[group], sample))])
-    us = shortest_us(partial(clone.step, [(group, sample, state or {})]), CPU, flush_caches(CPU))
-    return us / count
+def _element_us(profiler: OptimizerProfiler, group: int, dtype: torch.dtype, nbytes: int) -> float:
+    """Return the microseconds of an element, where a window is stepped on."""
+    count = max(1, nbytes // (2 * dtype.itemsize + profiler.element_nbytes(group, dtype)))
+    return profiler.update_us(ParameterKind(group, (count,), dtype, CPU), UNLIMITED) / count

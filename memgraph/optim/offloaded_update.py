@@ -2,7 +2,7 @@
 
 update = OffloadedUpdate(optimizer, location=folder)
 update.peak_nbytes(trained)                      what it takes on the device, in windows
-OffloadedStates(update, parameters).activate()   from now on optimizer.step() runs in windows
+OffloadedStates(update, {parameter: tier}).activate()   from now on optimizer.step() runs in windows
 
 The size of a window depends on what is trained and not on the budget, so that the smallest budget with a plan is the
 same whatever budget was asked for. An update uses the window size that the step which ran last was planned with.
@@ -11,7 +11,7 @@ same whatever budget was asked for. An update uses the window size that the step
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,18 +22,20 @@ from ..errors import UpdateError
 from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
+from ..storage.places import Places, location_of, note_tiers
 from ..tensors.parameter_groups import parameter_groups
 from .elementwise import is_elementwise, is_exact
 from .host_step import host_update_rate, reserve_windows
-from .optimizer_profiler import OptimizerProfiler, ParameterKind, states_nbytes
-from .streamed_update import StreamedUpdate
+from .optimizer_profiler import states_nbytes
+from .placement import OwnedState
+from .step_on import groups_with
 from .trained_parameters import Owner, is_large
 from .trial_copy import parts_of
 from .update_cost import state_value
-from .update_operands import LayoutsOf
 from .update_unit import UpdateUnit, unit_of, unsupported_reason
-from .window_memory import OffloadedTensors, WindowBytes, whole_bytes, window_bytes
+from .window_memory import OffloadedTensors, WindowBytes, window_bytes
 from .windowed_optimizer import WindowedOptimizer
+from .windowed_update import WindowedUpdate
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
 LARGEST_ON_GPU = 128 << 20  # its link copies 16 MiB in less time than the host takes to launch the copy
@@ -48,7 +50,7 @@ class OffloadedUpdate:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, location: BufferLocation = None,
+        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, location: BufferLocation | Places = None,
         host_update: bool = False,
     ) -> None:  # fmt: skip
         self.optimizer, self.location, self.fused, self.host_update = optimizer, location, fused, host_update
@@ -89,6 +91,11 @@ class OffloadedUpdate:
         return unsupported_reason(self.optimizer, lambda parameter: parameter.requires_grad)
 
     @property
+    def _pinned(self) -> BufferLocation:
+        """Where the host updates, if that is pinned memory."""
+        return location_of(self.location)
+
+    @property
     def chain(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers that a chain has, or the optimizer."""
         return () if self.optimizer is None else parts_of(self.optimizer)
@@ -107,10 +114,8 @@ class OffloadedUpdate:
         for part in self.chain:
             own = parameter_groups(part)
             of_part = [parameter for parameter in trained if parameter in own]
-            if unit_of(part) is UpdateUnit.PARAMETER:
-                found.append(whole_bytes(part, is_large, of_part))
-            else:
-                found += window_bytes(part, self.window, offloaded, of_part, self.fused)
+            whole = unit_of(part) is UpdateUnit.PARAMETER
+            found += window_bytes(part, self.window, offloaded, of_part, self.fused, whole=whole)
         return found
 
     def check_fits_on_device(self, module_nbytes: int, budget: float) -> None:
@@ -130,7 +135,7 @@ class OffloadedUpdate:
 
     def host_rate(self, states: Mapping[Owner, int]) -> float:
         """Return the bytes of states that the host updates per microsecond; 0.0 if it may not, or is the device."""
-        if not self.host_update or self.optimizer is None or not isinstance(self.location, PinnedBufferAllocator):
+        if not self.host_update or self.optimizer is None or not isinstance(self._pinned, PinnedBufferAllocator):
             return 0.0
         if not is_elementwise(self.optimizer):
             return 0.0
@@ -145,8 +150,8 @@ class OffloadedUpdate:
         self.planned_window = window
         self.install()
         self.offloaded_owners.update(owners)
-        if host_owners and self.reserved < self.current and isinstance(self.location, PinnedBufferAllocator):
-            reserve_windows(self.location, self.current, self)
+        if host_owners and self.reserved < self.current and isinstance(self._pinned, PinnedBufferAllocator):
+            reserve_windows(self._pinned, self.current, self)
             self.reserved = self.current
         self.host_owners.update(host_owners)
 
@@ -159,11 +164,8 @@ class OffloadedUpdate:
 
     def _windowed(self, part: torch.optim.Optimizer) -> WindowedOptimizer:
         offloaded, on_host = self.offloaded_owners.__contains__, self.host_owners.__contains__
-        layouts: LayoutsOf | None = None
-        if unit_of(part) is UpdateUnit.PARAMETER:
-            profiler = OptimizerProfiler(part)
-            layouts = lambda group, parameter: profiler.layouts(ParameterKind.of(group, parameter))  # noqa: E731
-        return WindowedOptimizer(part, self.current, offloaded, self.location, on_host, layouts)
+        whole = unit_of(part) is UpdateUnit.PARAMETER
+        return WindowedOptimizer(part, self.current, offloaded, self.location, on_host, whole)
 
     def is_active(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> bool:
         """Return True if the update creates these states in the tier, in windows of this size."""
@@ -182,16 +184,18 @@ class OffloadedUpdate:
         self.offloaded_owners -= removed
         self.host_owners -= removed
 
-    def stream(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
-        """Start updates in windows for gradients that come one after the other, in this order."""
-        offloaded = self.offloaded_owners.__contains__
-        stream = StreamedUpdate(optimizer, parameters, self.current, offloaded, self.location)
+    def stream(self, optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, int]) -> WindowedUpdate:
+        """Start the update of these parameters, each with its group, whose gradients come in this order."""
+        stream = WindowedUpdate(
+            optimizer, self.current, self.offloaded_owners.__contains__, self.location,
+            groups=groups_with(optimizer.param_groups, parameters), gradient_order=[*parameters],
+        )  # fmt: skip
         self.streamed_copies = stream.copies
         return stream
 
-    def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
+    def states(self, owners: Collection[Owner]) -> list[OwnedState]:
         """Return the states of these parameters that exist."""
-        return [part.state[p] for part in self.chain for p in owners if isinstance(p, Tensor) and p in part.state]
+        return [(p, part.state[p]) for part in self.chain for p in owners if isinstance(p, Tensor) and p in part.state]
 
 
 def window_nbytes(trained: Collection[Tensor], on_gpu: bool) -> int:
@@ -213,10 +217,10 @@ def fake_update_nbytes(optimizer: torch.optim.Optimizer, fakes: Collection[Tenso
 
 @dataclass(frozen=True, eq=False)
 class OffloadedStates:
-    """The states that one planned step offloads, those of them that the host updates, and the update that does so."""
+    """The states that one planned step offloads, each with its tier, those that the host updates, and their update."""
 
     update: OffloadedUpdate
-    owners: tuple[Owner, ...] = ()
+    tiers: Mapping[Owner, str] = field(default_factory=dict)
     host_owners: tuple[Owner, ...] = ()
     window: int | None = None  # bytes, as planned
 
@@ -225,19 +229,24 @@ class OffloadedStates:
         """Read from a planned step which of the states it offloads."""
         values = {state_value(i): owner for i, owner in enumerate(states)}
         found = [(op, values[op.name]) for op in trace.ops if op.offloaded and op.fn == "state"]
-        owners, host_owners = tuple(owner for _, owner in found), tuple(owner for op, owner in found if op.on_host)
-        return cls(update, owners, host_owners, update.window)
+        tiers, host_owners = {owner: op.tier for op, owner in found}, tuple(owner for op, owner in found if op.on_host)
+        return cls(update, tiers, host_owners, update.window)
+
+    @property
+    def owners(self) -> tuple[Owner, ...]:
+        return tuple(self.tiers)
 
     @property
     def is_active(self) -> bool:
         return self.update.is_active(self.owners, self.host_owners, self.window)
 
-    def activate(self) -> list[dict[str, object]]:
+    def activate(self) -> list[OwnedState]:
         """Update in windows from now on, and create new states in the tier; return the states that exist."""
+        note_tiers(self.update.location, self.tiers)
         self.update.activate(self.owners, self.host_owners, self.window)
         return self.states()
 
-    def states(self) -> list[dict[str, object]]:
+    def states(self) -> list[OwnedState]:
         """Return the states that exist."""
         return self.update.states(self.owners)
 
@@ -245,4 +254,4 @@ class OffloadedStates:
         """Create new states on the device, except for those of `kept`; return the states to bring back there."""
         dropped = set(self.owners) - set(kept)
         self.update.deactivate(dropped, self.host_owners)
-        return self.update.states(dropped)
+        return [state for _, state in self.update.states(dropped)]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,27 +28,32 @@ from ..guards.signature import kernel_modes
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..storage.mapped_storage import Layouts, tensor_spec_of
 from ..system.device import CPU
+from ..system.fake_log import without_fake_errors
 from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
+from ..tensors.layout import is_dense
 from ..tensors.parameter_groups import option_tensors, state_tensors
-from ..tensors.state_leaves import is_movable, state_leaves
-from .elementwise import ELEMENTWISE, is_elementwise
-from .fake_step import FakeStep, fake_step
-from .optimizer_clone import (
+from ..tensors.state_leaves import state_leaves
+from .elementwise import has_torchs_step, is_elementwise, unhooked_step
+from .fake_step import FakeStep, FakeSteps, fake_step, fake_steps
+from .kernel_text import kernel_options, kernel_text
+from .parameter_kind import ParameterKind, kinds_of, stepped_parameters
+from .trial_copy import (
     SAMPLE_ELEMENTS,
-    clone_nbytes,
     distinct_steps,
+    forked_draws,
     initial_state,
-    plain_attributes,
-    profiling_error,
+    parts_of,
+    trial_copy,
+    trial_error,
 )
-from .trial_copy import parts_of, trial_copy
 
 LARGE = 1 << 14  # bytes of parameters: a step on real ones allocates several times as much
 SCALARS = 256  # bytes of an update: more are no scalars
 UNLIMITED = 1 << 62  # bytes of a window
+TOGETHER = 2  # steps on all parameters at once: the first makes states, and the second finds them
 PAIRS = 32  # are measured; for the others the sum of both is assumed
 
 _update_times: dict[str, float] = {}  # microseconds; a cache, so that no kind is timed twice in a process
@@ -64,8 +70,9 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     for part in parts_of(optimizer):
         profiler, rows = OptimizerProfiler(part), stepped_parameters(part)
         sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
-        states.append(profiler.states_nbytes(kinds_of(rows)))
-        workspaces.append(profiler.workspace(rows, sure))
+        together = profiler.together(kinds_of(rows))
+        states.append(max(together.states, profiler.states_nbytes(kinds_of(rows))))
+        workspaces.append(max(together.workspace, profiler.workspace(rows, sure)))
     return sum(states) + resident_bytes(option_tensors(optimizer)), max(workspaces)
 
 
@@ -90,38 +97,6 @@ def update_us(optimizer: torch.optim.Optimizer, trained: Collection[Tensor], win
     return round(sum(us), 1)
 
 
-@dataclass(frozen=True)
-class ParameterKind:
-    """Parameters that are updated alike."""
-
-    group: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, group: int, parameter: Tensor) -> ParameterKind:
-        return cls(group, tuple(parameter.shape), parameter.dtype, parameter.device)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def within(self, elements: int) -> ParameterKind:
-        """Return the kind with its largest sizes halved until so few elements are left."""
-        shape = [*self.shape]
-        while math.prod(shape) > elements:
-            i = shape.index(max(shape))
-            shape[i] = (shape[i] + 1) // 2
-        return replace(self, shape=tuple(shape))
-
-    def sample(self) -> Tensor:
-        """Make up a parameter with a gradient."""
-        parameter = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
-        parameter.grad = torch.zeros_like(parameter)
-        return parameter
-
-
 class UpdateBytes(NamedTuple):
     """Bytes of the states after some steps, the most that one of these allocates and frees, and large leaves."""
 
@@ -133,18 +108,22 @@ class UpdateBytes(NamedTuple):
 KindPair = tuple[ParameterKind, ParameterKind]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OptimizerBytes:
     """Bytes that were measured: the workspace of an update of some kinds, one after the other, and states of a kind.
 
     Attributes:
         extra: what real steps on these small kinds allocated more than steps on fakes; None if that is no constant.
+        together: what a class of the user takes for all that it steps on.
+        reads_all: its step reads every gradient without a look, so all parameters need one.
     """
 
     workspaces: dict[tuple[ParameterKind, ...], int] = field(default_factory=dict)
     states: dict[ParameterKind, int] = field(default_factory=dict)
     layouts: dict[ParameterKind, Layouts] = field(default_factory=dict)
     extra: dict[tuple[ParameterKind, ...], int | None] = field(default_factory=dict)
+    together: dict[tuple[ParameterKind, ...], FakeSteps] = field(default_factory=dict)
+    reads_all: bool = False
 
 
 class OptimizerProfiler:
@@ -154,8 +133,15 @@ class OptimizerProfiler:
         self.optimizer = optimizer
         known = _measured_before(optimizer)
         self.workspaces, self.states, self.extra = known.workspaces, known.states, known.extra
-        self.known_layouts = known.layouts
+        self.known_layouts, self.known_together = known.layouts, known.together
+        self.known = known
         self.steps = 0  # that real parameters take, as fakes have shown; 0 if they have not
+
+    @property
+    def has_places(self) -> bool:
+        """True if a made-up parameter is tried in the place of one that the class has; elements have none."""
+        kind = type(self.optimizer)
+        return not (self.known.reads_all or has_torchs_step(kind) or is_elementwise(self.optimizer))
 
     def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
         """Return the bytes of the states of parameters of these kinds."""
@@ -164,9 +150,27 @@ class OptimizerProfiler:
         return sum(self.states[kind] for kind in kinds)
 
     def layouts(self, kind: ParameterKind) -> Layouts:
-        """Return the leaves of the state of a parameter, as far as they are worth a place on the tier."""
+        """Return the leaves of the state of a parameter, as far as they are dense."""
         self.update_workspace(kind)
         return self.known_layouts[kind]
+
+    def element_nbytes(self, group: int, dtype: torch.dtype, device: torch.device = CPU) -> int:
+        """Return the bytes of the states of an element."""
+        layouts = self.layouts(ParameterKind(group, (SAMPLE_ELEMENTS,), dtype, device))
+        return sum(spec.dtype.itemsize for spec in layouts.values())
+
+    def scalar_devices(self, kind: ParameterKind) -> dict[str, torch.device]:
+        """Return the devices of the numbers that a first step makes."""
+        self.update_workspace(kind)
+        clone, _ = self._clone((replace(kind, shape=(2,)),))
+        with forked_draws(kind.device):
+            unhooked_step(type(clone))(clone)
+        (state,) = clone.state.values()
+        return {key: value.device for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
+
+    def scalars_nbytes(self, kind: ParameterKind) -> int:
+        """Return the bytes of what a state has beside those."""
+        return self.states_nbytes([kind]) - sum(spec.nbytes for spec in self.layouts(kind).values())
 
     def workspace(self, rows: Sequence[Sequence[Tensor]], sure: Container[int]) -> int:
         """Return the most that one update of these parameters of each group takes.
@@ -176,10 +180,38 @@ class OptimizerProfiler:
         kinds = [[(ParameterKind.of(i, p), id(p) in sure) for p in row] for i, row in enumerate(rows)]
         workspaces = [[self.update_workspace(kind) for kind, _ in row] for row in kinds]
         groups = self.optimizer.param_groups
-        together = {i for i, row in enumerate(kinds) if row and _uses_foreach(groups[i], row[0][0].device)}
+        together = {i for i, row in enumerate(kinds) if row and uses_foreach(groups[i], row[0][0].device)}
         pairs = [pair for pair in _consecutive(kinds) if not {pair[0].group, pair[1].group} & together]
         of_groups = [sum(row) if i in together else max(row, default=0) for i, row in enumerate(workspaces)]
         return max([*of_groups, self._pairs_workspace(pairs)], default=0)
+
+    def together(self, kinds: Sequence[ParameterKind]) -> FakeSteps:
+        """Return what a step takes on all of these at once: a class may keep tensors from one to the next.
+
+        Nothing if its step can't be made on fakes: then only one parameter after the other has been tried.
+        """
+        kind = type(self.optimizer)
+        if not kinds or (has_torchs_step(kind) and is_elementwise(self.optimizer)):
+            return FakeSteps(0, 0)
+        if (key := tuple(kinds)) not in self.known_together:
+            self.known_together[key] = self._stepped_together(kinds)
+        return self.known_together[key]
+
+    def _stepped_together(self, kinds: Sequence[ParameterKind]) -> FakeSteps:
+        with forked_draws(kinds[0].device), suppress(Exception):  # whatever the class raises
+            if sum(kind.nbytes for kind in kinds) <= LARGE:
+                return FakeSteps(*self._real_nbytes(kinds)[:2])
+            with ConstantFakeMode(), without_fake_errors():
+                found = fake_steps(*self._clone(kinds), TOGETHER)
+            return found._replace(workspace=found.workspace + self._most_scalars(set(kinds)))
+        return FakeSteps(0, 0)
+
+    def _most_scalars(self, kinds: Collection[ParameterKind]) -> int:
+        try:
+            found = [self._scalars_nbytes((kind.within(SAMPLE_ELEMENTS),)) for kind in kinds]
+        except UpdateError:
+            return SCALARS
+        return max(SCALARS if nbytes is None else nbytes for nbytes in found)
 
     def update_workspace(self, *kinds: ParameterKind) -> int:
         """Return what an update of these takes, one after the other."""
@@ -199,7 +231,7 @@ class OptimizerProfiler:
     def _pairs_workspace(self, pairs: Collection[KindPair]) -> int:
         """The most that two consecutive updates take: the last temporaries of one overlap with the next one's."""
         most = 0
-        runs = sorted((self._before(pair) + pair for pair in pairs), key=self._upper_bound, reverse=True)
+        runs = sorted(pairs, key=self._upper_bound, reverse=True)
         for i, kinds in enumerate(runs):
             if self._upper_bound(kinds) <= most:
                 break
@@ -209,20 +241,6 @@ class OptimizerProfiler:
     def _upper_bound(self, kinds: Sequence[ParameterKind]) -> int:
         return sum(self.update_workspace(kind) for kind in kinds)
 
-    def _before(self, pair: KindPair) -> tuple[ParameterKind, ...]:
-        """Kinds to step on before a pair: the worst one of every other rank, each followed by a single element.
-
-        Where vectors and matrices are updated by separate code, the last temporaries of one rank stay until the next
-        parameter of that rank comes.
-        """
-        ranks = {len(kind.shape) for kind in pair}
-        worst: dict[int, ParameterKind] = {}
-        for kind in sorted(self.states, key=lambda kind: self.workspaces[kind,]):
-            if kind.group == pair[0].group and len(kind.shape) not in ranks:
-                worst[len(kind.shape)] = kind
-        single = replace(pair[0], shape=(1,) * len(pair[0].shape))
-        return tuple(each for kind in worst.values() for each in (kind, single))
-
     def _known_us(self, kind: ParameterKind) -> float:
         options = kernel_options(self.optimizer.param_groups[kind.group])
         where = f"{kernel_modes()} {environment_key(kind.device)}"
@@ -230,13 +248,15 @@ class OptimizerProfiler:
         return measure_once(_update_times, key, lambda: self._measure_us(kind), float, float)
 
     def _measure_us(self, kind: ParameterKind) -> float:
-        clone = self._clone((kind,))
-        step = partial(type(clone).step, clone)
-        step()
-        return shortest_us(step, kind.device, flush_caches(kind.device))
+        clone, _ = self._clone((kind,))
+        step = partial(unhooked_step(type(clone)), clone)
+        with forked_draws(kind.device):
+            step()
+            return shortest_us(step, kind.device, flush_caches(kind.device))
 
     def _measure_workspace(self, kinds: Sequence[ParameterKind]) -> int:
-        measured = self._fake_nbytes(kinds) or self._real_nbytes(kinds)
+        with forked_draws(kinds[0].device):
+            measured = self._fake_nbytes(kinds) or self._real_nbytes(kinds)
         if len(kinds) == 1:
             self.states[kinds[0]], self.known_layouts[kinds[0]] = measured.states, measured.layouts
         return measured.workspace
@@ -251,15 +271,21 @@ class OptimizerProfiler:
             return None
         small = tuple(kind.within(SAMPLE_ELEMENTS) for kind in kinds)
         try:
-            if small not in self.extra:
-                self.extra[small] = _extra(self._stepped_fakes(small), self._real_nbytes(small))
-            extra = self.extra[small]
+            extra = self._scalars_nbytes(small)
             if extra is None:
                 return None
             found = self._stepped_fakes(kinds)
         except UpdateError:
             return None
         return found._replace(workspace=found.workspace + extra)
+
+    def _scalars_nbytes(self, small: tuple[ParameterKind, ...]) -> int | None:
+        """Return what real steps allocate more than steps on fakes: scalars, which ops make of numbers, or None."""
+        if small not in self.extra:
+            fake, real = self._stepped_fakes(small), self._real_nbytes(small)
+            more = real.workspace - fake.workspace
+            self.extra[small] = more if fake.states == real.states and 0 <= more <= SCALARS else None
+        return self.extra[small]
 
     def _stepped_fakes(self, kinds: Sequence[ParameterKind]) -> UpdateBytes:
         steps: list[FakeStep] = []
@@ -268,7 +294,7 @@ class OptimizerProfiler:
             steps.append(fake_step(clone, parameters))
             return steps[-1].nbytes
 
-        with ConstantFakeMode():
+        with ConstantFakeMode(), without_fake_errors():
             found = self._stepped(kinds, step_nbytes)
         if not all(step.is_whole for step in steps):
             later = [step.nbytes for step in steps[1:]]
@@ -288,31 +314,43 @@ class OptimizerProfiler:
         Raises:
             UpdateError: a step fails.
         """
-        clone = self._clone(kinds)
-        parameters = [p for group in clone.param_groups for p in group["params"]]
+        clone, parameters = self._clone(kinds)
         try:
             first, *later = [step_nbytes(clone, parameters) for _ in range(count or distinct_steps(clone))]
         except Exception as error:
-            raise profiling_error(clone, error) from error
+            if self.has_places:
+                self.known.reads_all = True
+                return self._stepped(kinds, step_nbytes, count)
+            raise trial_error(clone, error) from error
         kept = resident_bytes(state_tensors(clone))
         leaves = state_leaves(clone.state.get(parameters[0], {}))
-        layouts = {leaf.name: tensor_spec_of(leaf.tensor) for leaf in leaves if is_movable(leaf)}
-        # An update in backward takes the clone's own tensors as well.
-        return UpdateBytes(kept, max(0, first - kept, *later) + clone_nbytes(clone), layouts)
+        layouts = {leaf.name: tensor_spec_of(leaf.tensor) for leaf in leaves if is_dense(leaf.tensor)}
+        return UpdateBytes(kept, max(0, first - kept, *later), layouts)
 
-    def _clone(self, kinds: Sequence[ParameterKind]) -> torch.optim.Optimizer:
-        """The optimizer over made-up parameters that have a gradient and no steps yet."""
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        samples = [(kind.group, kind.sample()) for kind in kinds]
-        initial = {p: initial_state(optimizer, groups[group], p) for group, p in samples}
-        state = defaultdict(dict, {p: state for p, state in initial.items() if state})
-        param_groups = [
-            {**groups[i], "params": [p for group, p in samples if group == i]}
-            for i in sorted({kind.group for kind in kinds})
-        ]
-        clone = trial_copy(optimizer)
-        clone.state, clone.param_groups = state, param_groups
-        return clone
+    def _clone(self, kinds: Sequence[ParameterKind]) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        """Return the optimizer over made-up parameters that have a gradient and no steps yet, and these.
+
+        In a class of the user each has a place that one of its kind has, for rules by places; no other has a gradient.
+        """
+        optimizer = self.optimizer
+        rows = [[*group["params"]] if self.has_places else [] for group in optimizer.param_groups]
+        others = {parameter: torch.zeros(1) for row in rows for parameter in row}
+        clone = trial_copy(optimizer, others)
+        free = [dict(enumerate(row)) for row in rows]
+        samples, initial = list[Tensor](), dict[Tensor, dict[str, Any]]()
+        for kind in kinds:
+            samples.append(sample := kind.sample())
+            group = clone.param_groups[kind.group]
+            if (place := kind.place(free[kind.group])) is None:
+                group["params"].append(sample)
+            else:
+                group["params"][place] = sample
+                del free[kind.group][place]
+            if state := initial_state(optimizer, group, sample):
+                initial[sample] = state
+        clone.state = defaultdict(dict, initial)
+        clone.param_groups = [group for group in clone.param_groups if group["params"]]
+        return clone, samples
 
 
 def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
@@ -325,37 +363,12 @@ def _measured_before(optimizer: torch.optim.Optimizer) -> OptimizerBytes:
     return measured
 
 
-def kernel_text(optimizer: torch.optim.Optimizer) -> str:
-    """Return what may decide which kernels a step runs, as far as it is plain: options, and attributes of a class."""
-    options = [kernel_options(group) for group in optimizer.param_groups]
-    return repr((options, {} if type(optimizer) in ELEMENTWISE else plain_attributes(optimizer)))
-
-
-def _extra(fake: UpdateBytes, real: UpdateBytes) -> int | None:
-    """Return what scalars take, which ops make of numbers and no fake shows."""
-    more = real.workspace - fake.workspace
-    return more if fake.states == real.states and 0 <= more <= SCALARS else None
-
-
 def _step_nbytes(clone: torch.optim.Optimizer, device: torch.device) -> int:
     """The most that a step allocates; the states of the one before stay until it has ended."""
     before = list(state_tensors(clone))
-    _, allocated = measure_peak(lambda: type(clone).step(clone), device)
+    _, allocated = measure_peak(lambda: unhooked_step(type(clone))(clone), device)
     del before
     return allocated.peak if allocated else 0
-
-
-def kernel_options(group: Mapping[str, object]) -> dict[str, object]:
-    """Reduce a group's options to what may decide which kernels run."""
-    return {key: _kernel_option(value) for key, value in group.items() if key != "params"}
-
-
-def _kernel_option(option: object) -> object:
-    if isinstance(option, tuple | list):
-        return [_kernel_option(item) for item in option]
-    if isinstance(option, bool | str) or option is None:
-        return option
-    return option != 0 if isinstance(option, int | float) else type(option).__name__
 
 
 def _consecutive(rows: Sequence[Sequence[tuple[ParameterKind, bool]]]) -> set[KindPair]:
@@ -367,24 +380,7 @@ def _consecutive(rows: Sequence[Sequence[tuple[ParameterKind, bool]]]) -> set[Ki
     return pairs
 
 
-def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Return the parameters of each group that are trained or have a state."""
-    return [
-        [p for p in group["params"] if may_be_stepped(p) or p in optimizer.state] for group in optimizer.param_groups
-    ]
-
-
-def may_be_stepped(parameter: Tensor) -> bool:
-    """Return True if an update may find a gradient: a frozen parameter has none unless it exists already."""
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def kinds_of(rows: Iterable[Iterable[Tensor]]) -> list[ParameterKind]:
-    """Return the kind of each parameter of each group."""
-    return [ParameterKind.of(i, parameter) for i, row in enumerate(rows) for parameter in row]
-
-
-def _uses_foreach(group: dict[str, Any], device: torch.device) -> bool:
+def uses_foreach(group: dict[str, Any], device: torch.device) -> bool:
     """Return True if the update treats all parameters at once, as torch does on a GPU unless told otherwise."""
     foreach = group.get("foreach")
     return bool(foreach) if foreach is not None else device.type != "cpu" and not group.get("fused")

@@ -9,33 +9,40 @@ The Parameter objects stay the same for everyone else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UpdateError
-from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
+from ..storage.file_space import FileSpace
+from ..storage.mapped_storage import BufferAllocator, BufferLocation, BufferSlice, buffer_slice_of, tensor_spec_of
+from ..storage.places import Places, location_of, map_tensors
 from ..storage.transfer import offload_tensors
+from ..storage.weight_file import WeightFiles, discard
 from ..tensors.aliasing import describe_overlap, held_elsewhere, sharing_storage
 from ..tensors.layout import alias_storage_as
 from ..tensors.state_leaves import is_movable, state_leaves
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
+Location = BufferLocation | Places
+OwnedState = tuple[Hashable, dict[str, object]]  # a state, and the owner by which its tier is known
 
 
 class StatePlacement:
     """The offloaded state of one module."""
 
-    def __init__(self, module: nn.Module, location: BufferLocation = None) -> None:
+    def __init__(self, module: nn.Module, location: Location = None) -> None:
         self.module, self.location = module, location
         self.gradients: dict[str, Tensor] = {}  # mapped
+        self.weight_files = WeightFiles()
         self._left_nbytes = 0
 
     def place(
-        self, fakes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = (), saved: Iterable[Tensor] = ()
-    ) -> dict[Key, BufferSlice]:
+        self, fakes: Mapping[Key, Tensor], states: Iterable[OwnedState] = (),
+        saved: Iterable[Tensor] = (),
+    ) -> dict[Key, BufferSlice]:  # fmt: skip
         """Return the slices of these, and offload what is not there yet, or was re-bound by the user.
 
         `fakes` show the layout of each; `states` are offloaded as well; `saved` are tensors of runs that are open.
@@ -46,6 +53,7 @@ class StatePlacement:
         """
         named = dict(self.module.named_parameters())
         names = _parameter_names(fakes)
+        self.weight_files.keep({name: named[name].detach() for name in names if self._may_stay(name, named[name])})
         moved = {name: named[name] for name in names if buffer_slice_of(named[name].detach()) is None}
         gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
         missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
@@ -56,6 +64,12 @@ class StatePlacement:
             self._offload(moved, missing, owned)
         self._offload_states(states)
         return {(kind, name): self._slice(kind, name, named) for kind, name in fakes}
+
+    def _may_stay(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return True if a parameter may stay in a file of weights: it is frozen, and goes to a disk."""
+        location = location_of(self.location, (PARAMETER, name))
+        in_memory = isinstance(location, BufferAllocator) or (isinstance(location, FileSpace) and location.is_memory)
+        return not parameter.requires_grad and not in_memory
 
     def take_left_nbytes(self) -> int:
         """Return the bytes of tensors that have left a storage since the last call: a meter sees them as new."""
@@ -107,8 +121,9 @@ class StatePlacement:
         Raises:
             SpillError: the disk has no space for them.
         """
-        buffer = MappedBuffer([tensor_spec_of(fake) for fake in fakes.values()], self.location)
-        return {name: buffer.tensor(i) for i, name in enumerate(fakes)}
+        owners = [(GRADIENT, name) for name in fakes]
+        mapped = map_tensors([tensor_spec_of(fake) for fake in fakes.values()], self.location, owners)
+        return {name: tensor for name, (tensor, _) in zip(fakes, mapped, strict=True)}
 
     def _has_slice(self, name: str, fake: Tensor) -> bool:
         """Return True if a gradient has a slice that was made for its present size and in this process."""
@@ -118,22 +133,25 @@ class StatePlacement:
     def _offload(
         self, moved: Mapping[str, Tensor], gradients: Mapping[str, Tensor], owned: Mapping[str, Tensor]
     ) -> None:
-        offloaded = offload_tensors([parameter.detach() for parameter in moved.values()], self.location)
+        owners = [(PARAMETER, name) for name in moved]
+        offloaded = offload_tensors([parameter.detach() for parameter in moved.values()], self.location, owners)
         if gradients:
             self.gradients |= self.new_buffers(gradients)
         left = sharing_storage(moved, owned)  # views of one storage, as a flat vector, which is to be freed
+        before = [parameter.data for parameter in moved.values()]
         for parameter, mapped in zip(moved.values(), offloaded, strict=True):
             parameter.data = mapped
         for tensor in left:
             tensor.data = tensor.detach().clone()
             self._left_nbytes += tensor.nbytes
+        discard(before)
 
-    def _offload_states(self, states: Iterable[dict[str, object]]) -> None:
-        """Offload all states to one buffer: each has an open file, and their number is limited."""
-        leaves = [leaf for state in states for leaf in state_leaves(state) if is_movable(leaf)]
-        resident = [leaf for leaf in leaves if buffer_slice_of(leaf.tensor) is None]
-        offloaded = offload_tensors([leaf.tensor for leaf in resident], self.location)
-        for leaf, mapped in zip(resident, offloaded, strict=True):
+    def _offload_states(self, states: Iterable[OwnedState]) -> None:
+        """Offload all states of a tier to one buffer: each has an open file, and their number is limited."""
+        leaves = [(leaf, owner) for owner, state in states for leaf in state_leaves(state) if is_movable(leaf)]
+        resident = [(leaf, owner) for leaf, owner in leaves if buffer_slice_of(leaf.tensor) is None]
+        tensors, owners = [leaf.tensor for leaf, _ in resident], [owner for _, owner in resident]
+        for (leaf, _), mapped in zip(resident, offload_tensors(tensors, self.location, owners), strict=True):
             leaf.put(mapped)
 
     def _slice(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:

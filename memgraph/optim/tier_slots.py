@@ -19,8 +19,9 @@ from passes.slices.row_blocks import Rows
 
 from ..graph.captured import Captured
 from ..graph.nodes import returned_values, tensors
-from ..graph.summarize import OFFLOADED
+from ..graph.summarize import OFFLOADED, TIER
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
+from ..storage.places import note_tiers
 from ..tensors.layout import alias_storage_as
 from ..tensors.state_leaves import is_movable, state_leaves
 from .offloaded_update import OffloadedStates
@@ -37,6 +38,7 @@ class TierSlot:
     key: Key | None = None
     is_offloaded: bool = False  # by the graph, which else only reloads it
     rows: Rows | None = None
+    tier: str = ""  # if it is not the nearest
 
     def slice_of(self, whole: BufferSlice) -> BufferSlice:
         """Return the slice of this slot, given that of the state."""
@@ -59,19 +61,22 @@ def tier_slots(graph: fx.Graph, captured: Captured) -> tuple[TierSlot, ...]:
         if node.target is OFFLOAD:
             role = outputs.get(node)
             key, rows = ((GRADIENT, role.name), role.rows) if role is not None else (None, None)
-            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, is_offloaded=True, rows=rows)
+            tier = node.meta.get(TIER, "")
+            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, is_offloaded=True, rows=rows, tier=tier)
         elif node.target is RELOAD and node.args[0] in inputs:
             key, rows = inputs[node.args[0]]
-            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, rows=rows)
+            slots[node.args[1]] = TierSlot(
+                tensors(node.args[0])[0], key, rows=rows, tier=node.args[0].meta.get(TIER, "")
+            )
     return tuple(slots[number] for number in range(len(slots)))
 
 
-def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
-    """Return the offloaded parameters that no op reloads, because the step does not use them, as fake tensors."""
+def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, TierSlot]:
+    """Return the offloaded parameters that no op reloads, because the step does not use them."""
     inputs = zip(graph.find_nodes(op="placeholder"), _input_keys(captured), strict=False)
     reloaded = {node.args[0] for node in graph.nodes if node.target is RELOAD}
     return {
-        key: tensors(node)[0]
+        key: TierSlot(tensors(node)[0], key, tier=node.meta[TIER])
         for node, (key, rows) in inputs
         if OFFLOADED in node.meta and node not in reloaded and key[0] == PARAMETER and rows is None
     }
@@ -108,9 +113,12 @@ class OffloadedSlots:
 
     def __init__(
         self, placement: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
-        unread: Mapping[Key, Tensor],
+        unread: Mapping[Key, TierSlot],
     ) -> None:  # fmt: skip
         self.placement, self.states, self.blocks = placement, states, step.blocks
+        # The farthest counts: a gradient has a slot to be added to, and one when it is complete; a weight one a block.
+        kept = sorted((*slots, *unread.values()), key=lambda slot: bool(slot.tier))
+        self.tiers = {slot.key: slot.tier for slot in kept if slot.key}
         self.placed: PlacementKey | None = None
         self.slots = {number: (slot.key, slot) for number, slot in enumerate(slots) if slot.key}
         roles = [role for role in step.outputs if role.kind not in ("output", "shard")]
@@ -118,7 +126,8 @@ class OffloadedSlots:
         self.fakes = {key: slot.fake if slot.rows is None else layouts[key[1]] for key, slot in self.slots.values()}
         # A gradient in blocks is on the tier whatever a plan says of them: no memory of the device could join them.
         joined = {role.name: layouts[role.name] for role in roles if role.kind == "gradient" and role.name in layouts}
-        self.fakes |= {(GRADIENT, name): layout for name, layout in joined.items()} | dict(unread)
+        self.fakes |= {(GRADIENT, name): layout for name, layout in joined.items()}
+        self.fakes |= {key: slot.fake for key, slot in unread.items()}
         inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
         self.inputs = [inputs.index(key) for key in self.fakes if key[0] == PARAMETER]
         offloaded = {(key[1], slot.rows): number for number, (key, slot) in self.slots.items() if slot.is_offloaded}
@@ -135,7 +144,8 @@ class OffloadedSlots:
             saved: tensors of runs that are open.
         """
         placed = self.placed
-        if placed is None or not self.states.is_active or placed.addresses != self._addresses(tensors):
+        is_active = self.states.is_active and self.placement.weight_files.are_whole
+        if placed is None or not is_active or placed.addresses != self._addresses(tensors):
             placed = self.placed = None  # so that the disk frees old slices before it is asked for more
             placed = self.placed = self._place(tensors, saved)
         return placed.slices
@@ -221,6 +231,7 @@ class OffloadedSlots:
         return results
 
     def _place(self, tensors: Sequence[Tensor], saved: Iterable[Tensor]) -> PlacementKey:
+        note_tiers(self.placement.location, self.tiers)
         slices = self.placement.place(self.fakes, self.states.activate(), saved)
         by_slot = {number: slot.slice_of(slices[key]) for number, (key, slot) in self.slots.items()}
         return PlacementKey(self._addresses(tensors), by_slot, list(map(buffer_slice_of, self._states())))
@@ -231,7 +242,7 @@ class OffloadedSlots:
         return [os.getpid(), *(tensor.data_ptr() for tensor in offloaded)]
 
     def _states(self) -> list[Tensor]:
-        return [leaf.tensor for state in self.states.states() for leaf in state_leaves(state) if is_movable(leaf)]
+        return [leaf.tensor for _, state in self.states.states() for leaf in state_leaves(state) if is_movable(leaf)]
 
 
 def _fill(rows: Tensor, part: Tensor) -> None:

@@ -7,7 +7,7 @@ The owner of a state is a parameter, or the number of a sharded optimizer's buck
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from passes.ir.machine import SMALLEST_STREAMED
 
 from ..graph.captured import Captured
-from .optimizer_clone import ClonedOptimizer, UntriedUpdateError
-from .optimizer_profiler import OptimizerProfiler, ParameterKind
-from .trial_copy import parts_of
+from ..tensors.parameter_groups import parameter_groups
+from .trial_copy import UntriedUpdateError, parts_of
+from .update_operands import chunked_layouts, state_layouts
 from .update_unit import UpdateUnit, unit_of
 
 Owner = Tensor | int
@@ -54,30 +54,11 @@ def is_large(parameter: Tensor) -> bool:
 
 
 def _states_nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
-    unit = unit_of(optimizer)
-    of = _elementwise_nbytes(optimizer) if unit is UpdateUnit.ELEMENT else _leaves_nbytes(optimizer)
+    if (unit := unit_of(optimizer)) is UpdateUnit.ALL:
+        return []
+    layouts, whole = state_layouts(optimizer), unit is UpdateUnit.PARAMETER
     return [
-        (parameter, of(i, parameter))
-        for i, group in enumerate(optimizer.param_groups if unit is not UpdateUnit.ALL else ())
-        for parameter in filter(is_large, group["params"])
-        if parameter.requires_grad or parameter in optimizer.state
+        (p, sum(spec.nbytes for spec in chunked_layouts(p, layouts(p), whole).values()))
+        for p in filter(is_large, parameter_groups(optimizer))
+        if p.requires_grad or p in optimizer.state
     ]
-
-
-def _elementwise_nbytes(optimizer: torch.optim.Optimizer) -> Callable[[int, Tensor], int]:
-    clone = ClonedOptimizer(optimizer)
-
-    def nbytes(group: int, parameter: Tensor) -> int:
-        dtypes = clone.state_dtypes(group, parameter.dtype).values()
-        return parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)
-
-    return nbytes
-
-
-def _leaves_nbytes(optimizer: torch.optim.Optimizer) -> Callable[[int, Tensor], int]:
-    layouts = OptimizerProfiler(optimizer).layouts
-
-    def nbytes(group: int, parameter: Tensor) -> int:
-        return sum(spec.nbytes for spec in layouts(ParameterKind.of(group, parameter)).values())
-
-    return nbytes

@@ -29,14 +29,8 @@ from ..graph.captured import Captured, Input, Output
 from ..graph.nodes import returned_values
 from ..profile.memory_meter import resident_bytes
 from ..tensors.parameter_groups import option_tensors
-from .optimizer_profiler import (
-    OptimizerProfiler,
-    kinds_of,
-    may_be_stepped,
-    stepped_parameters,
-    update_nbytes,
-    update_us,
-)
+from .optimizer_profiler import OptimizerProfiler, update_nbytes, update_us
+from .parameter_kind import kinds_of, may_be_stepped, stepped_parameters
 from .trained_parameters import Owner, TrainedParameters
 
 STATE = "optimizer_state"  # the value of those that stay on the device

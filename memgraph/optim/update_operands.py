@@ -20,22 +20,25 @@ from ..storage.mapped_storage import (
     BufferLocation,
     BufferSlice,
     Layouts,
-    MappedBuffer,
     TensorSpec,
     buffer_slice_of,
     tensor_spec_of,
 )
+from ..storage.places import Places, map_tensors
 from ..storage.transfer import offload_tensors
+from ..storage.weight_file import forget_weight
 from ..tensors.aliasing import address_range
 from ..tensors.layout import is_dense
-from ..tensors.state_leaves import StateLeaf, is_movable, state_leaves
+from ..tensors.parameter_groups import parameter_groups
+from ..tensors.state_leaves import SMALLEST, StateLeaf, is_movable, state_leaves
 from .elementwise import is_exact
-from .optimizer_clone import ClonedOptimizer
+from .optimizer_profiler import OptimizerProfiler
+from .parameter_kind import ParameterKind
 from .window_plan import WindowChunk, WindowRow
 
 ParameterPredicate = Callable[[Tensor], bool]
 
-LayoutsOf = Callable[[int, Tensor], Layouts]  # by group and parameter
+LayoutsOf = Callable[[Tensor], Layouts]  # of the leaves of a state, as a first step creates them
 
 PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of states, which are words without a space
 
@@ -59,6 +62,11 @@ class UpdateOperand:
         """The tensor that the user has."""
         return self.tensor if self.owner is None else self.owner
 
+    @property
+    def is_moved(self) -> bool:
+        """True if a step has another tensor than the user."""
+        return self.slice is not None or self.owner is not None
+
     def copied_slice(self, whole: bool) -> BufferSlice | None:
         """Return the slice if chunks are copied as contiguous bytes; else they are gathered row by row."""
         return self.slice if whole or self.flat is not None else None
@@ -79,31 +87,27 @@ class ParameterUpdate:
     parameter: Tensor
     group: int
     state: dict[str, Any]
-    state_dtypes: Mapping[str, torch.dtype | None]  # of what has the parameter's elements; None for a scalar
-    layouts: Layouts | None = None  # of all leaves of its state, if it is updated as a whole
+    layouts: Layouts  # of the leaves of its state that are cut as the parameter is
+    whole: bool = False  # which then is not cut
     operands: dict[str, UpdateOperand] = field(default_factory=dict)
     new_states: dict[str, UpdateOperand] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)  # of the state, after the update
     scalar_devices: Mapping[str, torch.device] = field(default_factory=dict)  # of those to move there after it
-    keys: tuple[str, ...] = ()  # of the state, after the update
     chunks_left: int = 0
     on_host: bool = False
 
     @property
     def missing_states(self) -> dict[str, TensorSpec]:
         """The states that the update will create, as far as they may be offloaded."""
-        if self.layouts is not None:
-            return {name: spec for name, spec in self.layouts.items() if name not in self.operands}
-        dtypes = {key: dtype for key, dtype in self.state_dtypes.items() if self.state.get(key) is None}
-        return {key: _spec_beside(self.parameter, dtype) for key, dtype in dtypes.items() if dtype}
+        return {name: spec for name, spec in self.layouts.items() if name not in self.operands}
 
     @property
     def existing_states(self) -> list[StateLeaf]:
         """The states that exist, as far as they may be offloaded."""
-        shape, leaves = self.parameter.shape, state_leaves(self.state)
-        if self.layouts is not None:
+        leaves = state_leaves(self.state)
+        if self.whole:
             return list(filter(is_movable, leaves))
-        return [leaf for leaf in leaves if self.state_dtypes.get(leaf.name) and leaf.tensor.shape == shape]
+        shape = self.parameter.shape
+        return [leaf for leaf in leaves if leaf.name in self.layouts and leaf.tensor.shape == shape]
 
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Use this gradient; None: one will come, with any strides."""
@@ -115,7 +119,7 @@ class ParameterUpdate:
 
     @property
     def row(self) -> WindowRow:
-        whole, missing = self.layouts is not None, self.missing_states.values()
+        whole, missing = self.whole, self.missing_states.values()
         buffered, resident = (
             tuple(
                 operand.tensor.nbytes if whole else operand.tensor.itemsize
@@ -130,53 +134,57 @@ class ParameterUpdate:
         return WindowRow(self.parameter.numel(), buffered, resident, created, is_exact(self.parameter, self.on_host))
 
 
-def whole_updates(
-    optimizer: optim.Optimizer, layouts: LayoutsOf, offloaded: ParameterPredicate,
-    location: BufferLocation,
-) -> list[ParameterUpdate]:  # fmt: skip
-    """Return an update of the whole for each parameter with a gradient; errors as in `parameter_updates`.
-
-    Args:
-        layouts: the leaves of a state that a first step creates, as far as they may be offloaded.
-    """
-    updates = [
-        ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), {}, layouts(i, parameter))
-        for i, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-    return _completed(updates, offloaded, location)
-
-
 def parameter_updates(
-    optimizer: optim.Optimizer, clone: ClonedOptimizer, offloaded: ParameterPredicate, location: BufferLocation,
-    gradient_order: Sequence[Tensor] = (),
+    optimizer: optim.Optimizer, groups: Sequence[Mapping[str, Any]], offloaded: ParameterPredicate,
+    location: BufferLocation | Places, whole: bool = False, gradient_order: Sequence[Tensor] = (),
 ) -> list[ParameterUpdate]:  # fmt: skip
-    """Return an update for each parameter with a gradient.
+    """Return an update for each parameter of these groups with a gradient.
 
     If gradients come one by one, `gradient_order` has all parameters, in that order. Existing states of `offloaded`
     parameters are offloaded first.
+
+    Args:
+        whole: no parameter is cut.
 
     Raises:
         SpillError: the disk does not take them.
         UpdateError: two tensors share memory.
     """
-    order = {parameter: i for i, parameter in enumerate(gradient_order)}
-    dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype | None]] = {}
-    updates = []
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if order or parameter.grad is not None:
-                kind = i, parameter.dtype
-                if kind not in dtypes:
-                    dtypes[kind] = clone.state_dtypes(*kind)
-                updates.append(ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), dtypes[kind]))
+    order, layouts = {parameter: i for i, parameter in enumerate(gradient_order)}, state_layouts(optimizer)
+    updates = [
+        ParameterUpdate(
+            parameter, i, optimizer.state.get(parameter, {}), chunked_layouts(parameter, layouts(parameter), whole),
+            whole,
+        )
+        for i, group in enumerate(groups)
+        for parameter in group["params"]
+        if order or parameter.grad is not None
+    ]  # fmt: skip
     updates.sort(key=lambda update: order.get(update.parameter, 0))
     return _completed(updates, offloaded, location, is_early=bool(order))
 
 
+def state_layouts(optimizer: optim.Optimizer) -> LayoutsOf:
+    """Return what tells the leaves of the state of each parameter of an optimizer."""
+    profiler, groups = OptimizerProfiler(optimizer), parameter_groups(optimizer)
+    return lambda parameter: profiler.layouts(ParameterKind.of(groups[parameter], parameter))
+
+
+def chunked_layouts(parameter: Tensor, layouts: Layouts, whole: bool) -> Layouts:
+    """Return those leaves of a state that are cut as a parameter is, or with `whole` those that may be offloaded."""
+    own = {
+        name: _spec_beside(parameter, spec.dtype) if spec.shape == parameter.shape else spec
+        for name, spec in layouts.items()
+    }
+    return {
+        name: spec
+        for name, spec in own.items()
+        if (spec.nbytes >= SMALLEST if whole else spec.shape == parameter.shape)
+    }
+
+
 def allocate_new_states(
-    updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation
+    updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation | Places
 ) -> None:
     """Allocate the states that updates will create.
 
@@ -194,9 +202,10 @@ def allocate_new_states(
                     torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=device)
                 )
     if to_tier:
-        buffer = MappedBuffer([spec for *_, spec in to_tier], location)
-        for i, (update, key, _) in enumerate(to_tier):
-            update.new_states[key] = new_operand(buffer.tensor(i), buffer.slice(i))
+        owners = [update.parameter for update, *_ in to_tier]
+        mapped = map_tensors([spec for *_, spec in to_tier], location, owners)
+        for (update, key, _), (tensor, slice) in zip(to_tier, mapped, strict=True):
+            update.new_states[key] = new_operand(tensor, slice)
 
 
 def new_operand(tensor: Tensor, slice: BufferSlice | None = None) -> UpdateOperand:
@@ -222,7 +231,10 @@ def _spec_beside(parameter: Tensor, dtype: torch.dtype) -> TensorSpec:
 
 
 def _completed(
-    updates: list[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation, is_early: bool = False
+    updates: list[ParameterUpdate],
+    offloaded: ParameterPredicate,
+    location: BufferLocation | Places,
+    is_early: bool = False,
 ) -> list[ParameterUpdate]:
     """Offload states that are in memory, as they are after `load_state_dict`, and note all operands.
 
@@ -230,14 +242,14 @@ def _completed(
     """
     leaves = {update.parameter: update.existing_states for update in updates}
     resident = [
-        leaf
+        (leaf, update.parameter)
         for update in updates
         for leaf in leaves[update.parameter]
         if offloaded(update.parameter) and leaf.tensor.numel() and is_dense(leaf.tensor)
         and buffer_slice_of(leaf.tensor) is None
     ]  # fmt: skip
-    mapped = offload_tensors([leaf.tensor for leaf in resident], location)
-    for leaf, tensor in zip(resident, mapped, strict=True):
+    mapped = offload_tensors([leaf.tensor for leaf, _ in resident], location, [owner for _, owner in resident])
+    for (leaf, _), tensor in zip(resident, mapped, strict=True):
         leaf.put(tensor)
     for update in updates:
         update.operands = _operands(update, update.existing_states if resident else leaves[update.parameter])
@@ -247,16 +259,13 @@ def _completed(
 
 
 def _operands(update: ParameterUpdate, leaves: Sequence[StateLeaf]) -> dict[str, UpdateOperand]:
-    """The parameter and its states; those of a parameter that is updated as a whole say themselves what was written."""
+    """The parameter and its states; a weight that stays in a file is updated in memory."""
+    if (place := buffer_slice_of(update.parameter)) is not None:
+        forget_weight(update.parameter, place)
     tensors = {PARAMETER: update.parameter, **{leaf.name: leaf.tensor for leaf in leaves}}
-    order, whole = order_of(update.parameter), update.layouts is not None
+    order, whole = order_of(update.parameter), update.whole
     return {
-        name: UpdateOperand(
-            tensor,
-            buffer_slice_of(tensor),
-            order_of(tensor) if whole else order,
-            written=name == PARAMETER or not whole,
-        )
+        name: UpdateOperand(tensor, buffer_slice_of(tensor), order_of(tensor) if whole else order, written=True)
         for name, tensor in tensors.items()
     }
 

@@ -7,21 +7,21 @@ AdamW over 50.0M parameters, all on disk, windows of 64.0 MB   ->   two windows 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import buffer_slice_of
+from ..storage.mapped_storage import Layouts, TensorSpec, buffer_slice_of
+from ..tensors.state_leaves import state_leaves
 from .elementwise import is_exact
-from .optimizer_clone import ClonedOptimizer, Temporaries
-from .optimizer_profiler import OptimizerProfiler, ParameterKind
-from .update_operands import ParameterPredicate
-from .window_plan import Window, WindowChunk, WindowRow, aligned, plan_windows
-
-SCALAR_NBYTES = 8  # of a scalar state, or less
+from .optimizer_profiler import UNLIMITED, OptimizerProfiler, uses_foreach
+from .parameter_kind import ParameterKind
+from .trial_copy import SAMPLE_ELEMENTS
+from .update_operands import ParameterPredicate, chunked_layouts
+from .window_plan import Window, WindowChunk, WindowRow, plan_windows
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,50 @@ class WindowBytes:
     windows: int  # two, for as long as the update takes
     temporary: int  # temporaries of the optimizer's step on a window, and states that are created and copied out
     created: int  # the most of these states that one window creates
-    scalars: int  # of `temporary`: copies of scalar states for the windows that are in work
 
     @property
     def between(self) -> int:
         """The most that exists between the updates of two parameters, while both windows are copied."""
-        return min(self.windows + 2 * self.created + self.scalars, self.total)
+        return min(self.windows + 2 * self.created, self.total)
 
     @property
     def total(self) -> int:
         return self.windows + self.temporary
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """Bytes that an update allocates and frees.
+
+    There are `fixed` ones for each parameter, `each` for an element of it, and `before` for an element of the parameter
+    before it, which stay until they are replaced.
+    """
+
+    fixed: int
+    each: float
+    before: float
+    together: bool  # all parameters of the group at once
+
+    @classmethod
+    def of(cls, profiler: OptimizerProfiler, kind: ParameterKind, whole: bool) -> Temporaries:
+        """Measure them on few elements, which tell of any number; a parameter that is not cut is one."""
+        if whole:
+            return cls(0, profiler.update_workspace(kind), 0.0, False)
+        counts = (SAMPLE_ELEMENTS,), (2 * SAMPLE_ELEMENTS,), (SAMPLE_ELEMENTS,) * 2
+        one, large, two = (profiler.update_workspace(*(replace(kind, shape=(n,)) for n in row)) for row in counts)
+        fixed, each = max(0, 2 * one - large), (large - one) / SAMPLE_ELEMENTS
+        # The fixed ones may be gone when the tensors of two parameters meet.
+        before = min(each, max(0, two - one + fixed) / SAMPLE_ELEMENTS)
+        return cls(fixed, each, before, uses_foreach(profiler.optimizer.param_groups[kind.group], kind.device))
+
+    def most(self, counts: Sequence[int]) -> int:
+        """Return the most that an update of parameters with so many elements takes, in this order."""
+        if self.together:
+            return sum(self.fixed + math.ceil(self.each * count) for count in counts)
+        pairs = [sorted(pair) for pair in itertools.pairwise([0, *counts])]
+        return max(
+            (2 * self.fixed + math.ceil(self.each * large + self.before * small) for small, large in pairs), default=0
+        )
 
 
 @dataclass(frozen=True)
@@ -59,11 +93,11 @@ class PlannedUpdate:
     group: int
     row: WindowRow
     temporaries: Temporaries
-    scalars: int  # scalar states
+    scalars: int  # bytes of scalar states
     has_offloaded_states: bool
 
     def scalar_nbytes(self, chunk: WindowChunk) -> int:
-        return 0 if chunk.whole else SCALAR_NBYTES * self.scalars
+        return 0 if chunk.whole else self.scalars
 
     def created_nbytes(self, chunk: WindowChunk) -> int:
         return sum(chunk.count * itemsize for itemsize in self.row.created)
@@ -71,67 +105,63 @@ class PlannedUpdate:
 
 def window_bytes(
     optimizer: optim.Optimizer, nbytes: int, offloaded: OffloadedTensors, trained: Collection[Tensor] | None = None,
-    separate: bool = False, exact: ParameterPredicate = is_exact,
+    separate: bool = False, exact: ParameterPredicate = is_exact, whole: bool = False,
 ) -> tuple[WindowBytes, WindowBytes]:  # fmt: skip
     """Return the bytes of the next update and of any later one, in windows of `nbytes`.
 
     All of `trained`, or else all that require a gradient, have one then, with the strides of the parameter. With
-    `separate` a window is of one parameter. One that is `exact` can be split anywhere.
+    `separate` a window is of one parameter, and with `whole` it is one. One that is `exact` can be split anywhere.
 
     Raises:
         ValueError: the windows are too small for a chunk of some parameter.
     """
     sure = None if trained is None else set(map(id, trained))
-    clone = ClonedOptimizer(optimizer)
-    temporaries: dict[tuple[int, torch.dtype], Temporaries] = {}
+    profiler = OptimizerProfiler(optimizer)
+    temporaries: dict[object, Temporaries] = {}
     now, later = list[PlannedUpdate](), list[PlannedUpdate]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.requires_grad if sure is None else id(parameter) in sure:
-                kind = i, parameter.dtype
-                if kind not in temporaries:
-                    temporaries[kind] = clone.temporaries(*kind)
-                dtypes, state = clone.state_dtypes(*kind), optimizer.state.get(parameter, {})
-                scalars = sum(dtype is None for dtype in dtypes.values())
-                rest = temporaries[kind], scalars, offloaded.states(parameter)
-                rows = (_row(parameter, dtypes, each, offloaded, exact(parameter)) for each in (state, None))
-                for updates, row in zip((now, later), rows, strict=True):
-                    updates.append(PlannedUpdate(i, row, *rest))
-    return _bytes(now, nbytes, separate), _bytes(later, nbytes, separate)
-
-
-def whole_bytes(optimizer: optim.Optimizer, offloaded: ParameterPredicate, trained: Collection[Tensor]) -> WindowBytes:
-    """Return the bytes of an update of `trained` parameters, one at a time, if all of these are `offloaded`."""
-    profiler, sure = OptimizerProfiler(optimizer), frozenset(map(id, trained))
-    rows = [[p for p in group["params"] if id(p) in sure] for group in optimizer.param_groups]
-    moved = [(i, p) for i, row in enumerate(rows) for p in row if offloaded(p)]
-    states = [[spec.nbytes for spec in profiler.layouts(ParameterKind.of(*each)).values()] for each in moved]
-    windows = [sum(map(aligned, (p.nbytes, p.nbytes, *sizes))) for (_, p), sizes in zip(moved, states, strict=True)]
-    created = max(map(sum, states), default=0)
-    return WindowBytes(max(windows, default=0) * len(windows[:2]), profiler.workspace(rows, sure), created, 0)
+                kind = ParameterKind.of(i, parameter)
+                alike = kind if whole else (i, kind.dtype)
+                if alike not in temporaries:
+                    temporaries[alike] = Temporaries.of(profiler, kind, whole)
+                layouts = chunked_layouts(parameter, profiler.layouts(kind), whole)
+                scalars, is_offloaded = profiler.scalars_nbytes(kind), offloaded.states(parameter)
+                for updates, state in ((now, optimizer.state.get(parameter, {})), (later, None)):
+                    row = _row(parameter, layouts, state, offloaded, whole)
+                    row = replace(row, exact=exact(parameter) and not whole)
+                    updates.append(PlannedUpdate(i, row, temporaries[alike], scalars, is_offloaded))
+    size, separate = (UNLIMITED, True) if whole else (nbytes, separate)
+    return _bytes(now, size, separate), _bytes(later, size, separate)
 
 
 def _row(
-    parameter: Tensor, dtypes: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None,
-    offloaded: OffloadedTensors, exact: bool,
-) -> WindowRow:  # fmt: skip
+    parameter: Tensor, layouts: Layouts, state: Mapping[str, Any] | None, offloaded: OffloadedTensors, whole: bool
+) -> WindowRow:
     """The parameter with its existing states; None: with all of them."""
-    tensors = [
-        (parameter.dtype, offloaded.parameters(parameter) or buffer_slice_of(parameter) is not None),
-        (parameter.dtype, offloaded.gradients(parameter)),
+    existing = {leaf.name: leaf.tensor for leaf in state_leaves(state or {})}
+    missing = [] if state is None else [name for name in layouts if name not in existing]
+
+    def is_mapped(name: str) -> bool:
+        return offloaded.states(parameter) or (name in existing and buffer_slice_of(existing[name]) is not None)
+
+    tensors: list[tuple[Tensor | TensorSpec, bool]] = [
+        (parameter, offloaded.parameters(parameter) or buffer_slice_of(parameter) is not None),
+        (parameter, offloaded.gradients(parameter)),
+        *((spec, is_mapped(name)) for name, spec in layouts.items() if name not in missing),
     ]
-    created = []
-    for key, dtype in dtypes.items():
-        existing = None if state is None else state.get(key)
-        if dtype is not None and state is not None and existing is None:
-            created.append(dtype.itemsize)
-        elif dtype is not None:
-            is_mapped = existing is not None and buffer_slice_of(existing) is not None
-            tensors.append((dtype, offloaded.states(parameter) or is_mapped))
     buffered, resident = (
-        tuple(dtype.itemsize for dtype, is_offloaded in tensors if is_offloaded is side) for side in (True, False)
+        tuple(_unit_nbytes(each, whole) for each, is_offloaded in tensors if is_offloaded is side)
+        for side in (True, False)
     )
-    return WindowRow(parameter.numel(), buffered, resident, tuple(created), exact)
+    created = tuple(_unit_nbytes(layouts[name], whole) for name in missing)
+    return WindowRow(1 if whole else parameter.numel(), buffered, resident, created)
+
+
+def _unit_nbytes(tensor: Tensor | TensorSpec, whole: bool) -> int:
+    """Return the bytes of a tensor, or of an element of it."""
+    return tensor.nbytes if whole else tensor.dtype.itemsize
 
 
 def _bytes(updates: Sequence[PlannedUpdate], nbytes: int, separate: bool) -> WindowBytes:
@@ -143,15 +173,12 @@ def _bytes(updates: Sequence[PlannedUpdate], nbytes: int, separate: bool) -> Win
     buffers = of_windows(lambda update, chunk: update.row.buffer_nbytes(chunk.count))
     both = max(buffers, default=0) * len(windows[:2])
     temporaries = [_temporaries(updates, window) for window in windows]
-    results = of_windows(lambda update, chunk: update.created_nbytes(chunk) + update.scalar_nbytes(chunk))
-    # States that the window before has created may still be copied out, and the next one has its scalars already.
+    # Numbers are there three times at most.  Steps of fused kernels were seen to take 4 bytes more; why is not known.
+    results = of_windows(lambda update, chunk: update.created_nbytes(chunk) + 3 * update.scalar_nbytes(chunk) + 4)
+    # States that the window before has created may still be copied out.
     created = of_windows(lambda update, chunk: update.created_nbytes(chunk) if update.has_offloaded_states else 0)
-    scalars = of_windows(lambda update, chunk: update.scalar_nbytes(chunk))
-    neighbours = [before + after for before, after in zip([0, *scalars], [*scalars[1:], 0], strict=False)]
-    temporary = max(map(sum, zip(temporaries, results, [0, *created], neighbours, strict=False)), default=0)
-    copied_scalars = max(map(sum, zip(scalars, neighbours, strict=False)), default=0)
-    sample = max((update.temporaries.most([2]) + update.row.nbytes(2) for update in updates), default=0)
-    return WindowBytes(both, max(temporary, sample - both), max(created, default=0), copied_scalars)
+    each = zip(temporaries, results, [0, *created], strict=False)
+    return WindowBytes(both, max(map(sum, each), default=0), max(created, default=0))
 
 
 def _temporaries(updates: Sequence[PlannedUpdate], window: Window) -> int:

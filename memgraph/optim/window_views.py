@@ -6,17 +6,15 @@ the same, updated                         ->   what has to be copied to the tier
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 
-from ..storage.mapped_storage import BufferSlice, tensor_spec_of
+from ..storage.mapped_storage import BufferSlice
 from ..storage.transfer import slice_of
-from ..tensors.state_leaves import StateLeaf
-from .update_operands import ParameterUpdate, UpdateOperand, new_operand
+from .update_operands import GRADIENT, ParameterUpdate, UpdateOperand
 from .window_plan import WindowChunk, range_boxes
 
 WriteBack = tuple[BufferSlice, Tensor]
@@ -24,12 +22,17 @@ WriteBack = tuple[BufferSlice, Tensor]
 
 @dataclass(frozen=True)
 class WindowView:
-    """The tensors of a chunk, by the names of the operands, and its state."""
+    """The tensors of a chunk, by the names of the operands."""
 
     update: ParameterUpdate
     chunk: WindowChunk
     tensors: dict[str, Tensor]
-    state: dict[str, Any]
+
+    def take_gradient(self) -> None:
+        """View the gradient where it is: it may have come since the window was filled."""
+        operand = self.update.operands[GRADIENT]
+        if not operand.needs_buffer(self.chunk.whole):
+            self.tensors[GRADIENT] = view(operand, self.chunk)
 
     def gather(self) -> None:
         """Copy operands in another order than the parameter's to the window, row by row."""
@@ -50,38 +53,15 @@ class WindowView:
         ]
 
     @property
+    def is_last(self) -> bool:
+        """True for the last part of its parameter."""
+        return self.chunk.whole or self.chunk.end == self.update.parameter.numel()
+
+    @property
     def moved(self) -> dict[str, Tensor]:
-        """The tensors that are not where they are kept."""
-        return {name: self.tensors[name] for name, operand in self.update.operands.items() if operand.slice is not None}
-
-    def store_leaves(self, leaves: Iterable[StateLeaf]) -> list[WriteBack]:
-        """Put the tensors of the tier back into a state, and return what has to be copied there."""
-        known, writes = {**self.update.operands, **self.update.new_states}, list[WriteBack]()
-        for leaf in leaves:
-            operand = known.get(leaf.name)
-            if operand is None or operand.slice is None or leaf.tensor is operand.tensor:
-                continue
-            if tensor_spec_of(leaf.tensor) == tensor_spec_of(operand.tensor):
-                writes.append((operand.slice, leaf.tensor))
-                leaf.put(operand.tensor)
-        return writes
-
-    def store_new_states(self, state: Mapping[str, Any]) -> list[WriteBack]:
-        """Keep the states that the step has created, and return what has to be copied to the tier."""
-        update, chunk, writes = self.update, self.chunk, list[WriteBack]()
-        update.keys = tuple(state)
-        for key, value in state.items():
-            if key in self.tensors:
-                continue
-            if key not in update.missing_states or not isinstance(value, Tensor):
-                update.scalars[key] = value
-                continue
-            created = update.new_states.setdefault(key, new_operand(value))
-            if created.slice is not None and (not chunk.whole or created.tensor.stride() == value.stride()):
-                writes.append((range_of(created.slice, chunk, value.dtype), value))
-            elif created.tensor is not value:
-                view(created, chunk).copy_(value)
-        return writes
+        """The tensors that are others than those which the optimizer has."""
+        operands = self.update.operands
+        return {n: t for n, t in self.tensors.items() if not self.chunk.whole or operands[n].is_moved}
 
     def _gathered(self) -> list[tuple[UpdateOperand, Tensor]]:
         whole, operands = self.chunk.whole, self.update.operands.items()
@@ -112,33 +92,11 @@ def range_of(slice: BufferSlice, chunk: WindowChunk, dtype: torch.dtype) -> Buff
     return slice if chunk.whole else slice_of(slice, chunk.begin * dtype.itemsize, chunk.count * dtype.itemsize)
 
 
-def state_of(update: ParameterUpdate, chunk: WindowChunk, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state of a chunk. Every chunk gets the scalars as they were before the update."""
-    if chunk.whole:
-        return {key: tensors.get(key, value) for key, value in update.state.items()}
-    state = {key: value for key, value in update.state.items() if key in update.state_dtypes}
-    scalars = {key: value.clone() for key, value in state.items() if key not in tensors and isinstance(value, Tensor)}
-    return state | scalars | {key: tensors[key] for key in state if key in tensors}
-
-
-def commit(optimizer: optim.Optimizer, update: ParameterUpdate) -> None:
-    """Give the optimizer the new state of a parameter whose chunks are all updated."""
+def note_writes(update: ParameterUpdate) -> None:
+    """Let autograd know that the user's tensors were written, where copies of them were."""
     for operand in update.operands.values():
-        copied = operand.slice is not None or operand.owner is not None
-        if operand.written and copied and not operand.public_tensor.is_inference():
+        if operand.written and operand.is_moved and not operand.public_tensor.is_inference():
             torch.autograd.graph.increment_version(operand.public_tensor)
-    if not update.keys:
-        return
-    state = optimizer.state[update.parameter]
-    created = {key: operand.public_tensor for key, operand in update.new_states.items()}
-    for key in update.keys:
-        value, before = {**update.scalars, **created}.get(key), state.get(key)
-        if key in created or (key in update.scalars and not isinstance(before, Tensor)):
-            if isinstance(value, Tensor) and key in update.scalar_devices:
-                value = value.to(update.scalar_devices[key])
-            state[key] = value
-        elif key in update.scalars and value is not before:
-            before.copy_(update.scalars[key])
 
 
 def _boxes(operand: UpdateOperand, chunk: WindowChunk, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

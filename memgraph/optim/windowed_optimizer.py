@@ -9,6 +9,7 @@ optimizer have the plain step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from ..errors import UpdateError
 from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation, buffer_slice_of
+from ..storage.places import Places
 from ..storage.spill_file import SpillError
 from ..tensors.parameter_groups import parameter_groups
 from ..tensors.state_leaves import state_leaves
 from .elementwise import check_windows, declared_elementwise, replace_step, unhooked_step
-from .update_operands import LayoutsOf, ParameterPredicate, no_parameters
-from .whole_update import WholeUpdate
+from .optimizer_profiler import UNLIMITED
+from .trial_copy import UntriedUpdateError
+from .update_operands import ParameterPredicate, no_parameters
 from .windowed_update import WindowedUpdate
 
 
@@ -32,20 +36,21 @@ class WindowedOptimizer:
     """The step of one optimizer. `offloaded`: parameters whose states are; `on_host`: those that the host updates."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
-        on_host: ParameterPredicate = no_parameters, layouts: LayoutsOf | None = None,
+        self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation | Places,
+        on_host: ParameterPredicate = no_parameters, whole: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
-            layouts: what a first step creates, for an optimizer whose parameters are updated as wholes.
+            whole: parameters are updated as wholes.
         """
         self.nbytes, self.offloaded, self.location, self.on_host = nbytes, offloaded, location, on_host
-        self.layouts = layouts
+        self.whole = whole
         self.chain: Sequence[WindowedOptimizer] = ()  # those that are stepped with this one
         self.optimizer = optimizer
         self.pending: WindowedUpdate | None = None  # that the disk has interrupted
         self.pending_loss: Any = None  # that its closure returned
         self.copies: CopyLog = {}  # of the latest update
+        self.lock = threading.RLock()  # windows are the parameters while they are stepped on
         self.plain = optimizer.step
         optimizer.step = replace_step(optimizer, self.step)  # type: ignore[method-assign]
 
@@ -56,6 +61,10 @@ class WindowedOptimizer:
             SpillError: the disk failed. The next call resumes the same update.
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
+        with self.lock:
+            return self._step(*args, **kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = self.optimizer
         if self.pending is None and any(each.pending is not None for each in self.chain):
             return None  # the disk has interrupted a later one of the chain
@@ -65,28 +74,41 @@ class WindowedOptimizer:
         if self.pending is not None and self._is_resumable(self.pending):
             return self._resume(self.pending, args, kwargs)
         if self._is_offloaded():
-            check_windows(optimizer, self.layouts is not None)
+            check_windows(optimizer, self.whole)
         return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
 
-    def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
-        loss = None
+    def _begin(self, optimizer: optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+        loss, is_offloaded = None, self._is_offloaded()
+        if kwargs and is_offloaded:
+            raise UpdateError(
+                f"{type(optimizer).__name__}.step() in windows takes a closure and nothing else, not "
+                f"{', '.join(kwargs)}: set options of the groups"
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._is_offloaded():
-            check_windows(optimizer, self.layouts is not None)  # once more, for the gradients that the closure made
+            check_windows(optimizer, self.whole)  # once more, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = self._update()
-                self.pending_loss, self.copies = loss, self.pending.copies
-                self._run(self.pending)
-        else:
-            unhooked_step(type(optimizer))(optimizer)
-        return loss
+                update = self.pending = self._update()
+                self.pending_loss, self.copies = loss, update.copies
+                self._run(update)
+            return update.outcome.value if closure is None else loss
+        found = unhooked_step(type(optimizer))(optimizer, **kwargs)
+        return found if closure is None else loss
 
     def _update(self) -> WindowedUpdate:
-        if self.layouts is not None:
-            return WholeUpdate(self.optimizer, self.layouts, self.offloaded, self.location)
-        return WindowedUpdate(self.optimizer, self.nbytes, self.offloaded, self.location, self.on_host)
+        """Return an update in windows; where its step fails on made-up parameters by now, raise what it raises."""
+        nbytes = UNLIMITED if self.whole else self.nbytes
+        try:
+            return WindowedUpdate(self.optimizer, nbytes, self.offloaded, self.location, self.on_host, whole=self.whole)
+        except UntriedUpdateError as error:
+            if (cause := error.__cause__) is None:
+                raise
+            cause.add_note(
+                "raised by a trial of the step, since attributes of the optimizer have changed: nothing is updated"
+            )
+            raise cause from None
 
     def _resume(self, update: WindowedUpdate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Resume an update whose pre-hooks and closure have run."""
@@ -102,11 +124,12 @@ class WindowedOptimizer:
             update.run()
         except SpillError as error:
             raise SpillError(f"{error}; {_what_is_left(update)}") from error
-        except BaseException as error:
-            if isinstance(error, Exception) and not update.is_started:  # the optimizer itself raised
-                self._drop()
-            else:  # Ctrl-C
-                error.add_note(_what_is_left(update))
+        except Exception:  # the optimizer itself raised: what it has done stays, as without windows
+            update.finish()
+            self._drop()
+            raise
+        except BaseException as error:  # Ctrl-C
+            error.add_note(_what_is_left(update))
             raise
         finally:
             if update.is_done:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..report.saved_plan import SavedPlan
-from ..storage.pinned_pool import PINNED
-from ..system.byte_sizes import BUDGET, shortened
+from ..storage.pinned_pool import HOST
+from ..system.byte_sizes import BUDGET, DISK, shortened
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ COMPILE_RULES: Mapping[str, Rule] = {
     "host_update": FLAG,
     "lower": one_of("auto", "inductor", None),
     "strict": FLAG,
-    "pinned": Rule((str, int, float, NoneType), PINNED.forms),
+    "host": Rule((str, int, float, NoneType), HOST.forms),
+    "disk": Rule((str, int, float, NoneType), DISK.forms),
     "cuda_graphs": one_of(True, False, "auto", advice='give True, False or "auto"'),
     "opaque": Rule(
         (bool, list, tuple),
@@ -134,6 +135,7 @@ SAVE_RULES: Mapping[str, Rule] = {
 SAVE_SHARDED_RULES: Mapping[str, Rule] = {
     "folder": Rule((str, PathLike), "give the path of a folder", lambda path: _is_name(path)),
     "model": MODEL_RULES,
+    "optimizer": SAVE_RULES["optimizer"],
 }
 
 

@@ -17,9 +17,10 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from ..report.saved_plan import PlanRecord, SavedPlan, saved_plan
-from ..storage.pinned_pool import pinned_nbytes
-from ..storage.spill_file import require_writable
+from ..storage.pinned_pool import host_nbytes
+from ..storage.spill_file import available_nbytes, require_writable, spill_folder
 from ..storage.wire_cast import wire_name
+from ..system.byte_sizes import disk_nbytes
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses
 from .argument_rules import check_argument
 
@@ -41,7 +42,8 @@ class PlanArguments(TypedDict, total=False):
     host_update: bool
     lower: str | None
     strict: bool
-    pinned: Budget
+    host: Budget
+    disk: Budget
     cuda_graphs: bool | str
     opaque: bool | Sequence[str]
     slices: str | Mapping[str, int] | None
@@ -68,7 +70,8 @@ class CompileOptions:
         plans: saved plans, used instead of a search.
         time_limit: seconds of planning; infinity without a limit, None for the default.
         wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
-        pinned: the most bytes of pinned host memory; None for the default.
+        host: the most bytes of host memory; None for the default.
+        disk: the most bytes on the disk; None for what is free.
         opaque: paths of submodules that run as they are; True for those that can't be traced, False for none.
         slices: "auto", the parts of submodules by path, or None.
     """
@@ -85,7 +88,8 @@ class CompileOptions:
     lower: str | None = None
     strict: bool = False
     host_update: bool = False
-    pinned: int | None = None
+    host: int | None = None
+    disk: int | None = None
     accumulate: bool | None = None
     forwards: int = 1
     cuda_graphs: bool | str = False
@@ -96,7 +100,7 @@ class CompileOptions:
     def search_key(self) -> tuple[object, ...]:
         """Everything that a search depends on besides the step and the machine."""
         planned = self.time_limit, self.forwards, self.offload, self.fuse_update, self.wire_dtype, self.lower
-        return *planned, self.host_update, self.pinned, self.cuda_graphs
+        return *planned, self.host_update, self.host, self.disk, self.cuda_graphs
 
     def planning_s(self, captured_s: float = math.inf) -> float:
         """Return the seconds of planning after a capture of so many; without a capture, the least."""
@@ -117,7 +121,8 @@ DEFAULTS: PlanArguments = {
     "wire_dtype": None,
     "fuse_update": False,
     "host_update": False,
-    "pinned": None,
+    "host": None,
+    "disk": None,
     "accumulate": None,
     "forwards": 1,
     "cuda_graphs": False,
@@ -134,11 +139,16 @@ def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOpti
     converted = {
         "wire_dtype": wire_name(checked["wire_dtype"]),
         "plans": _plans(saved),
-        "pinned": pinned_nbytes(checked["pinned"]),
+        "host": host_nbytes(checked["host"]),
+        "disk": _disk(checked["disk"], checked["spill_dir"]),
         "opaque": _opaque(checked.get("opaque", True)),
         "slices": _slices(checked.get("slices")),
     }
     return CompileOptions(**{**checked, **converted})
+
+
+def _disk(given: Budget, spill_dir: str | PathLike[str] | None) -> int | None:
+    return None if given is None else disk_nbytes(given, available_nbytes(spill_folder(spill_dir)))
 
 
 def _refuse_mixed(checked: Mapping[str, Any], has_plans: bool) -> None:

@@ -10,7 +10,7 @@
     grad_scaler           a GradScaler with one scale on all ranks
     closure_optimizers    optimizers that call their closure several times (LBFGS)
     offloaded_states      optimizer states of shards on disk
-    sharded_checkpoint    save and load a training on any number of ranks
+    sharded_part          these states in a checkpoint folder
 
 `shards` cuts parameters into buckets and shards, `comm` moves them between ranks, `compiled` puts the collectives into
 the graph of a compiled module, `checkpoint` converts states. A part takes the layout, the comm and the parts that it
@@ -20,7 +20,6 @@ uses; only `optimizer` and what stands above it know the whole.
 from .grad_scaler import GradScaler
 from .optimizer import OSS
 from .pending_gathers import PendingGathers
-from .sharded_checkpoint import load_sharded, save_sharded
 from .sharded_grads import ShardedGradients
 
-__all__ = ["OSS", "GradScaler", "PendingGathers", "ShardedGradients", "load_sharded", "save_sharded"]
+__all__ = ["OSS", "GradScaler", "PendingGathers", "ShardedGradients"]

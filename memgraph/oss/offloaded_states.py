@@ -15,9 +15,10 @@ from torch import optim
 
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.optimizer_clone import clone_optimizer
+from ..optim.placement import OwnedState
 from ..optim.trained_parameters import Owner, is_large
 from ..optim.windowed_update import WindowedUpdate
+from ..storage.places import location_of
 from .shards.layout import ShardLayout
 from .shards.param_groups import Group
 from .shards.shard_optimizer import ShardOptimizer
@@ -45,16 +46,18 @@ class OffloadedShards(OffloadedUpdate):
     def forget_interrupted(self) -> None:
         self.interrupted = None
 
-    def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
+    def states(self, owners: Collection[Owner]) -> list[OwnedState]:
         buckets, state = self.layout.buckets, self.shard_optimizer.optimizer.state
-        own = [buckets[i].own for i in owners if isinstance(i, int) and i < len(buckets)]
-        return [state[view] for shards in own for _, view in shards if is_large(view) and view in state]
+        own = [(i, buckets[i].own) for i in owners if isinstance(i, int) and i < len(buckets)]
+        return [(i, state[view]) for i, shards in own for _, view in shards if is_large(view) and view in state]
 
     def update(self, number: int, group: Group) -> None:
         """Update the shards of a bucket in windows, from the window that a disk error has interrupted."""
         with torch.inference_mode(False), torch.no_grad():
             if self.interrupted is None or self.interrupted[0] != number:
-                clone = clone_optimizer(self.shard_optimizer.optimizer, [group])
-                self.interrupted = (number, WindowedUpdate(clone, self.current, is_large, self.location))
+                location = location_of(self.location, number)
+                inner = self.shard_optimizer.optimizer
+                update = WindowedUpdate(inner, self.current, is_large, location, groups=[group])
+                self.interrupted = (number, update)
             self.interrupted[1].run()
             self.interrupted = None

@@ -22,7 +22,6 @@ scalar_outputs     plan for scalar outputs alone where no plan for all fits
 lowering           compile parts of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step
-measured_prices    those times as prices
 call_kinds         warn when calls differ each time
 progress           progress lines while a call is planned
 """

@@ -75,7 +75,8 @@ class Assembly:
         graph, lowered_trace = lowering.lowered(machine)
         lowered, apart_us = lowering.forecasts(lowered_trace, machine)
         slots = tier_slots(graph, captured)
-        tier = open_tier(target.device, [slot.nbytes for slot in slots], options.spill_dir, options.pinned)
+        sizes, names = [slot.nbytes for slot in slots], [slot.tier for slot in slots]
+        tier = open_tier(target.device, sizes, names, target.location)
         recording = self._recording(step, graph, result, machine.budget)
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,

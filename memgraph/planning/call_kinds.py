@@ -27,13 +27,13 @@ REST = "time_limit= shortens planning, and plan= spares it"
 ArgumentPath = str  # "x, dimension 1", or the name of a value
 
 
-def kinds_warning(facts: Facts, earlier: Sequence[Facts], names: Sequence[str], variables: Sequence[str] = ()) -> str:
+def kinds_warning(facts: Facts, earlier: Sequence[Facts], names: Sequence[str], others: Sequence[str] = ()) -> str:
     """Return a warning if the kind of a call is one of ever more; empty otherwise.
 
     Args:
         earlier: the facts of kinds before it, the latest first.
         names: of its arguments.
-        variables: names of those outside of the module's attributes that have changed.
+        others: what else has changed since the most similar of them.
     """
     calls = [facts, *earlier]
     alike = [each for each in calls if _form(each) == _form(facts)]
@@ -50,7 +50,7 @@ def kinds_warning(facts: Facts, earlier: Sequence[Facts], names: Sequence[str], 
         )
     count = len({each for each in calls if each[ARGUMENTS] == facts[ARGUMENTS]})
     if count >= MANY_ALIKE:
-        what = ", ".join(variables) or "an attribute of the module, its parameters or a mode of torch"
+        what = ", ".join(others) or "an attribute of the module, its parameters or a mode of torch"
         return (
             f"{count} calls with equal arguments were each captured and planned: {what} differs each time; make it a "
             f"buffer or an argument; {REST}"
@@ -72,11 +72,18 @@ def _name(path: Sequence[Any], own: Sequence[str]) -> str:
 
 
 def _form(facts: Facts) -> Hashable:
-    """Return the facts but for sizes, numbers and texts of arguments, and variables, whose groups come later."""
-    return tuple(
-        (token.layout.dtype, len(token.layout.shape)) if isinstance(token, TensorFact) else _kind(token) or token
-        for token in facts[ARGUMENTS]
-    ), facts[TENSORS : ATTRIBUTES + 1]
+    """Return the facts but for sizes, numbers and texts of arguments, numbers of attributes, and variables.
+
+    Numbers of attributes may be any for one kind and not for another; the groups of variables come later.
+    """
+    return (
+        tuple(
+            (token.layout.dtype, len(token.layout.shape)) if isinstance(token, TensorFact) else _kind(token) or token
+            for token in facts[ARGUMENTS]
+        ),
+        facts[TENSORS:ATTRIBUTES],
+        tuple(number_kind(token) or token for token in facts[ATTRIBUTES]),
+    )
 
 
 def _sizes(arguments: Sequence[Hashable], names: Sequence[str]) -> Mapping[ArgumentPath, Hashable]:

@@ -96,7 +96,7 @@ def _slices(target: Target, options: CompileOptions, extent: Extent) -> SliceReq
 
 def _blocks(target: Target, options: CompileOptions, cuts: Cuts, state: OptimizerState, room: int) -> BlockRequest:
     """Return the blocks of weights that are asked for: only what is streamed comes in blocks."""
-    if target.tier is None or options.cuda_graphs is True or state.whole_reason is not None:
+    if not target.tiers or options.cuda_graphs is True or state.whole_reason is not None:
         return BlockRequest()
     if options.plans:
         return BlockRequest(saved=tuple(plan.row_sizes for plan in options.plans))

@@ -33,6 +33,7 @@ from ..guards.assumptions import (
     number_at,
     number_kind,
 )
+from ..tensors.traced_number import FloatValues
 from .known_captures import KnownLength
 from .lengths.general_steps import GeneralSteps
 from .variants import CallFacts, Variant, assumed
@@ -60,8 +61,8 @@ class GeneralCaptures:
             return known_length
         known = [(each, captured) for each in variants if (captured := each.captured) is not None]
         differing = [(each, captured, [*each.assumptions.differing(call.facts)]) for each, captured in known]
-        floats = None if call.rejected else self._floats(call.facts, differing, numbers)
-        return floats or self._lengths(call, differing)
+        agreeing = [each for each in differing if call.agrees(each[0].guards)]
+        return self._floats(call.facts, agreeing, numbers) or self._lengths(call, agreeing)
 
     def _at_length(self, call: CallFacts, variants: Iterable[Variant]) -> KnownLength | None:
         """Return a capture with symbols at the lengths of a call; None if none serves it.
@@ -86,11 +87,11 @@ class GeneralCaptures:
         """Return a capture in which those floats are inputs that alone differ from the most similar call."""
         similar = [
             (len(places), variant, captured, places) for variant, captured, places in known
-            if not variant.guards and all(_is_float(place, facts, variant.assumptions.facts) for place in places)
+            if all(_is_float(place, facts, variant.assumptions.facts) for place in places)
         ]  # fmt: skip
         if not similar:
             return None
-        _, variant, captured, places = min(similar, key=lambda each: each[0])
+        _, _, captured, places = min(similar, key=lambda each: each[0])
         if not places:
             return None  # a special value, which makes another graph
         places = [*dict.fromkeys((*places, *captured.float_values))]
@@ -100,16 +101,20 @@ class GeneralCaptures:
         is_found = all(place[0] == ARGUMENTS or place in containers for place in places)
         if self._failures.get(_kind(facts, places), 0) >= TRIES or not (is_there and is_found):
             return None
-        others = variant.assumptions.facts
-        earlier = {place: value for place in places if (value := number_at(others, place)) is not None}
-        return FloatCapture(FloatInputs(values, containers), captured, {**earlier, **captured.float_values})
+        earlier = list[tuple[Captured, FloatValues]]()
+        for _, variant, captured, differing in similar:  # one of them has the branches of this call
+            if {*differing, *captured.float_values} <= {*places}:
+                numbers_then = {place: number_at(variant.assumptions.facts, place) for place in places}
+                found = {place: value for place, value in numbers_then.items() if value is not None}
+                earlier.append((captured, {**found, **captured.float_values}))
+        return FloatCapture(FloatInputs(values, containers), earlier)
 
     def _lengths(
         self, call: CallFacts, known: Iterable[tuple[Variant, Captured, list[Place]]]
     ) -> SizeCapture | None:  # fmt: skip
         """Return a capture in which those lengths are symbols that alone differ from a call."""
         for variant, captured, places in known:
-            if not places or not variant.serves_others or not _may_vary(captured) or not call.agrees(variant.guards):
+            if not places or not variant.serves_others or not _may_vary(captured):
                 continue
             other = variant.assumptions.facts
             symbols = differing_sizes(call.facts, other, places)
@@ -130,6 +135,8 @@ class GeneralCaptures:
         if isinstance(capture, FloatCapture):
             if captured.float_values:
                 return True
+            if capture.is_other_branch:
+                return False
             kind: Hashable = _kind(call.facts, list(capture.inputs.values))
             what, reason = "floats", capture.reason or "the value of the earlier call is special"
             count = TRIES if capture.reason else 1

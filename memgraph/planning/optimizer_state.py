@@ -20,13 +20,13 @@ from ..graph.captured import Captured
 from ..guards.wrappers import OuterWrapper
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.placement import StatePlacement
+from ..optim.placement import Location, StatePlacement
 from ..optim.trained_parameters import TrainedParameters
 from ..oss import OSS, PendingGathers, ShardedGradients
 from ..profile.memory_meter import resident_bytes
 from ..runtime.concurrent_runs import concurrent_runs
 from ..runtime.step import Step
-from ..storage.mapped_storage import BufferLocation, is_offloaded
+from ..storage.mapped_storage import is_offloaded
 from ..tensors.aliasing import describe_shared_memory, held_elsewhere
 from ..tensors.gradients import existing_gradients
 from ..tensors.loss_outputs import OutputSelector
@@ -69,8 +69,8 @@ class OptimizerState:
         """The ids of the parameters that the optimizer has now."""
         return set(map(id, parameter_groups(self.optimizer)))
 
-    def move_to(self, location: BufferLocation) -> None:
-        """Offload to another location from now on."""
+    def move_to(self, location: Location) -> None:
+        """Offload to other places from now on."""
         self.placement.location = self.update.location = location
 
     def refuse(self, owned_nbytes: int, budget: float) -> None:

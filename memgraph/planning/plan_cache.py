@@ -23,7 +23,8 @@ import torch
 
 import passes
 from passes import NO_PROOFS, Machine, Plan, PlanResult, Trace, parse_plan, parse_proofs, predict
-from passes.order.microbatch_order import order_by_section, order_like
+from passes.ir.machine import Tier
+from passes.order.microbatch_order import order_like
 from passes.pipeline import FAIR_GAP
 from passes.simulate.plan_result import try_plan
 
@@ -75,7 +76,7 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
     ordered = order_like(trace, captured.trace)
     facts = {
         "decisions": list(map(str, choice.plan)),
-        "by_section": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
+        "order": None if ordered == trace else [(op.name, op.section) for op in ordered.ops],
         "bound_us": 0.0 if final else choice.bound_us,
         "any_us": 0.0 if final else choice.any_us,
         "proofs": str(NO_PROOFS if final else choice.proofs),
@@ -102,7 +103,7 @@ def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
     if facts is None:
         return None
     try:
-        order = order_by_section(trace, machine) if facts["by_section"] else trace
+        order = _reordered(trace, facts["order"])
         if facts["prices"] != with_saved_prices(order, machine):
             return None
         plan = parse_plan("\n".join(facts["decisions"]))
@@ -110,8 +111,15 @@ def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
         proofs = parse_proofs(facts["proofs"])
         known = SavedPlan(plan, without_prices(order), machine, str(torch.__version__), *proven, proofs=proofs)
         return reuse_plan([known], order, machine)
-    except (PlanError, KeyError, TypeError, ValueError):  # a cache on disk may hold anything
+    except (PlanError, LookupError, TypeError, ValueError):  # a cache on disk may hold anything
         return None
+
+
+def _reordered(trace: Trace, places: list[tuple[str, int]] | None) -> Trace:
+    """Return the step with its ops in this order, each with its section; as it is for None."""
+    if places is None:
+        return trace
+    return replace(trace, ops=tuple(replace(trace.op[name], section=section) for name, section in places))
 
 
 def _neighbours(kind: str, trace: Trace, machine: Machine, captured_peak: int) -> PlanResult | None:
@@ -142,8 +150,11 @@ def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    link = replace(machine.nominal.link, capacity=min(machine.link.capacity, 1))
-    return f"{replace(machine.nominal, link=link)!r} {options!r} {torch.__version__} {_passes()}"
+    # The bytes that are free differ from process to process; the options have those that a caller gives.
+    nominal = machine.nominal
+    link = replace(nominal.link, capacity=min(nominal.link.capacity, 1))
+    behind = tuple(Tier(tier.name, replace(tier.link, capacity=min(tier.link.capacity, 1))) for tier in nominal.behind)
+    return f"{replace(nominal, link=link, behind=behind)!r} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache

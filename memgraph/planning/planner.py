@@ -18,6 +18,7 @@ from ..errors import CaptureError
 from ..options.compile_options import CompileOptions
 from ..runtime.step import Step
 from ..system.disturbance import note_disturbed
+from ..system.pass_log import note_plan
 from ..system.planning_process import planning
 from ..tensors.loss_outputs import OutputSelector
 from .assembly import Assembly
@@ -60,7 +61,7 @@ class Planner:
             UpdateError: no step with this optimizer can be planned.
         """
         # Without a tier it is not the optimizer that keeps its states on the device.
-        budget = math.inf if self.target.tier is None else self.target.budget
+        budget = math.inf if not self.target.tiers else self.target.budget
         self.state.refuse(owned_nbytes(self.module), budget)
 
     def price(
@@ -166,6 +167,7 @@ class Planner:
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
         report = replace(assembled.stated(), adding=accumulated.needed)
         report = replace(report, disturbed=note_disturbed(planned.later.pricing.doubts))
+        note_plan(lambda: {"model": type(self.module).__name__, **report.summary})
         assemble = partial(self.assemble, replace(graph, later=None))
         replan = Replanner(self.options, assemble, result.captured.trace, assembled.lowering, self.state.update)
         # Ranks measure different times, and would choose different plans.

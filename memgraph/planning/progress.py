@@ -1,9 +1,11 @@
 """Progress lines while a call is planned: the first after two seconds, then one every few seconds.
 
-    memgraph: pricing ops, 120 of 340, about 9 s left (4 s so far); time_limit= bounds planning, plan= spares it
+    memgraph: pricing ops, 120 of 340, at most about 9 s left (4 s so far)
     memgraph: planning, passes tried, 1 of 9, best +2.8%, within 0.4% of the bound, 9 s of time_limit left (31 s so far)
+    memgraph: time_limit= ends planning after so many seconds, and plan= takes a saved plan instead    after 20 seconds
 
-They are printed if stderr is a terminal, and logged by the `memgraph` logger (INFO) otherwise.
+They are printed if stderr is a terminal or below a cell of a notebook, and logged by the `memgraph` logger (INFO)
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ..graph.provenance import counting_nodes
 
 FIRST_S = 2.0  # seconds of silence; quick plans say nothing
 NEXT_S = 5.0  # between two lines
-ADVICE = "time_limit= bounds planning, plan= spares it"
+ADVICE_S = 20.0  # of planning, after which some advice is of use
+ADVICE = "time_limit= ends planning after so many seconds, and plan= takes a saved plan instead"
 LOG = logging.getLogger("memgraph")
 
 
@@ -95,16 +98,21 @@ class Progress:
         return f", at most about {rest:.0f} s left"
 
     def _tell(self) -> None:
-        wait, advice = FIRST_S, f"; {ADVICE}"
+        wait, advised = FIRST_S, False
         while not self._ended.wait(wait):
             with suppress(Exception):  # a failing logging handler, or a closed terminal
-                log_progress(f"{self.line()}{advice}")
-            wait, advice = NEXT_S, ""
+                log_progress(self.line())
+                if not advised and time.monotonic() - self._begin >= ADVICE_S:
+                    advised = True
+                    log_progress(ADVICE)
+            wait = NEXT_S
 
 
 def log_progress(line: str) -> None:
-    """Print the line on a terminal, log it elsewhere."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    """Print the line on a terminal or in a notebook, log it elsewhere."""
+    if sys.stderr is not None and type(sys.stderr).__module__.startswith("ipykernel."):
+        print(f"memgraph: {line}", file=sys.stderr, flush=True)
+    elif sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
 
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"memgraph: {line}", style="dim", markup=False)

@@ -1,6 +1,6 @@
 """The device of a module, and what the options mean there.
 
-budget="8GB", offload="auto", a module on a GPU   ->   Target(cuda:0, 8000000000 bytes, tier "host", ...)
+budget="8GB", offload="auto", a module on a GPU   ->   Target(cuda:0, 8000000000 bytes, tiers ("host",), ...)
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..errors import CaptureError
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import resident_bytes
 from ..runtime.cuda_graphs import Recorder, recorder_of
-from ..storage.mapped_storage import BufferLocation
-from ..storage.tiers import buffer_location, tier_name
+from ..storage.places import Places
+from ..storage.tiers import open_places, tier_names
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of, hold_to
 
@@ -29,16 +29,16 @@ class Target:
 
     Attributes:
         budget: bytes of the device.
-        tier: the name of the tier; None if nothing may be offloaded.
-        location: where parameters and optimizer state are allocated in the tier.
+        tiers: the names of the tiers, the nearest first; none if nothing may be offloaded.
+        location: where parameters and optimizer state are allocated in the tiers.
         recorder: makes what records CUDA graphs; None if steps run op by op.
         lowers: the options ask for Inductor on this device.
     """
 
     device: torch.device
     budget: int
-    tier: str | None
-    location: BufferLocation
+    tiers: tuple[str, ...]
+    location: Places
     recorder: Callable[[], Recorder] | None
     lowers: bool
 
@@ -46,12 +46,12 @@ class Target:
     def of(cls, device: torch.device, owned_nbytes: int, options: CompileOptions) -> Target:
         """Return the target of a module with so many bytes of parameters and buffers on `device`."""
         budget = budget_nbytes(options.budget, device, owned_nbytes)
-        tier = tier_name(options.offload, device)
+        tiers = tier_names(options.offload, device, options.host, options.disk)
         if options.strict:
             hold_to(budget, device)
         recorder = recorder_of(device) if options.cuda_graphs else None
-        location = buffer_location(device, options.spill_dir, options.pinned)
-        return cls(device, budget, tier, location, recorder, asks_to_lower(options.lower, device))
+        location = open_places(tiers, device, options.spill_dir, options.host, options.disk)
+        return cls(device, budget, tiers, location, recorder, asks_to_lower(options.lower, device))
 
 
 def asks_to_lower(option: str | None, device: torch.device) -> bool:

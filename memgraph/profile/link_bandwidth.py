@@ -1,6 +1,6 @@
 """Measure the bandwidth between device and tier by copy size, and the speed of casts for a copy.
 
-    measure_disk("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
+    measure_files("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
 
 Measured at first use, with the copies of a step, and cached.
 """
@@ -8,12 +8,10 @@ Measured at first use, with the copies of a step, and cached.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,11 @@ from torch import Tensor
 
 from passes import Trace
 
-from ..storage.disk_tier import DiskTier
+from ..storage.file_space import FileSpace, Space, file_space
+from ..storage.file_tier import FileTier
 from ..storage.io_threads import CHUNK, STAGING, WORKERS
 from ..storage.pinned_tier import pinned_speed
-from ..storage.spill_file import PAGE, available_nbytes, mount_description, spill_folder
+from ..storage.spill_file import PAGE
 from ..storage.wire_cast import narrow, widen
 from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
@@ -73,21 +72,21 @@ def sizes_of(trace: Trace, budget: float = math.inf) -> list[int]:
     return [nbytes for nbytes in (*trace.saved.values(), *(op.nbytes for op in streamed)) if nbytes]
 
 
-def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:
-    """Return the links to the file system of `folder`.
+def measure_files(space: Space = None, room: int | None = None) -> Links:
+    """Return the links to files in a folder, or in host memory.
 
     Args:
         room: bytes of memory that measuring may use. Copies that do not fit in it or on the disk are left out; if none
             fits in `room`, the links are guessed.
     """
-    path = spill_folder(folder)
-    sizes = _fitting(room, available_nbytes(path))
+    space = file_space(space)
+    sizes = _fitting(room, space.free_nbytes)
     if not sizes:
         return _guessed(DISK_US)
     method = f"{sizes} {WORKERS} x {CHUNK}"
     return _measure_once(
-        f"link {mount_description(path)} {method} {environment_key(torch.device('cpu'))}",
-        lambda: _measure_disk(path, sizes),
+        f"link {space.description} {method} {environment_key(torch.device('cpu'))}",
+        lambda: _measure_files(space, sizes),
     )
 
 
@@ -171,7 +170,7 @@ def _measure_casts(device: torch.device, sizes: Iterable[int]) -> Links:
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
-def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
+def _measure_files(space: FileSpace, sizes: Mapping[int, int]) -> Links:
     end = time.perf_counter() + SECONDS
     out: dict[int, float] = {}
     back: dict[int, float] = {}
@@ -179,13 +178,13 @@ def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
     for nbytes, count in sizes.items():
         if slowest * TRIES * count * nbytes > end - time.perf_counter():
             break
-        out_us, back_us = _copied(DiskTier([nbytes] * count, folder))
+        out_us, back_us = _copied(FileTier([nbytes] * count, space))
         out[nbytes], back[nbytes] = out_us / count, back_us / count
         slowest = (out[nbytes] + back[nbytes]) / nbytes / 1e6
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
-def _copied(tier: DiskTier) -> tuple[float, float]:
+def _copied(tier: FileTier) -> tuple[float, float]:
     """Return the microseconds to offload to all slots, and to reload all, in the last of some tries."""
     lease = tier.lease()
     data = random_bytes(tier.slots[0])
@@ -204,7 +203,7 @@ def random_bytes(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
 
 
-def _all(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
+def _all(tier: FileTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
     """Return the microseconds to start the copies of all slots and to wait for them."""
     begin = time.perf_counter()
     for slot in range(len(tier.slots)):

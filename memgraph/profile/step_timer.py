@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from ..graph.halves.edited_code import run_edited
 from ..storage.async_copy import CopyLog, copy_rates
+from ..storage.io_threads import moves_in
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class StepTimes:
     us: float
     copies: tuple[CopyLog, ...] = ()
 
-    def rates(self, half_duplex: bool) -> tuple[float, float]:
-        """Return bytes per microsecond of offloads and reloads; 0.0 if there was no copy."""
-        return copy_rates(*self.copies, half_duplex=half_duplex)
+    def rates(self, half_duplex: bool, in_memory: bool = False) -> tuple[float, float]:
+        """Return bytes per microsecond of offloads and reloads, to files in memory or else; 0.0 without a copy."""
+        return copy_rates(*self.copies, half_duplex=half_duplex, moves=moves_in(in_memory))
 
     def without(self, waited: Mapping[str, float]) -> StepTimes:
         """Subtract the microseconds that ops waited for the tier; on a GPU, the host's waits overlap the op."""

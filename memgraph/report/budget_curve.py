@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from passes import Offload, PlanResult, Recompute
 from passes.lp.solver import INSTALL, MISSING
 
-from .tables import mb, mb_above, ms, printed, table
+from .tables import Printed, mb, mb_above, ms, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,7 +59,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Printed):
     """The time of a step for each budget, the largest first.
 
     Attributes:
@@ -102,9 +102,6 @@ class Sweep:
 
     def __repr__(self) -> str:
         return f"<Sweep: {len(self.points)} budgets, the smallest {mb_above(self.smallest)}>"
-
-    def __str__(self) -> str:
-        return printed(self)
 
     def __rich__(self) -> RenderableType:
         title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}"

@@ -8,10 +8,10 @@ Times are microseconds from the begin of the step.  Format: "Trace Event Format"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from passes import KINDS, Forecast
+from passes import KINDS, Copy, Forecast
 
 QUEUES = ("compute", "out", "back", "net")  # threads of the trace, in this order
 PROCESS = 1
@@ -19,12 +19,18 @@ PROCESS = 1
 
 def chrome_trace(forecast: Forecast) -> dict[str, Any]:
     """Return the trace of a forecast, for `json.dump`."""
-    return {"traceEvents": [*_named(), *_ops(forecast), *_copies(forecast), *_memory(forecast)]}
+    queues = [*QUEUES, *dict.fromkeys(_queue(copy) for copy in forecast.copies if copy.tier)]
+    return {"traceEvents": [*_named(queues), *_ops(forecast), *_copies(forecast, queues), *_memory(forecast)]}
 
 
-def _named() -> Iterator[dict[str, Any]]:
+def _queue(copy: Copy) -> str:
+    """Return the name of a queue: those of tiers behind the nearest have the tier's."""
+    return f"{copy.queue} {copy.tier}".strip()
+
+
+def _named(queues: Sequence[str]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "planned step"}}
-    for i, queue in enumerate(QUEUES):
+    for i, queue in enumerate(queues):
         yield {"ph": "M", "pid": PROCESS, "tid": i, "name": "thread_name", "args": {"name": queue}}
         yield {"ph": "M", "pid": PROCESS, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
 
@@ -38,11 +44,11 @@ def _ops(forecast: Forecast) -> Iterator[dict[str, Any]]:
             yield _event(op.fn, op.phase, 0, begin, end, facts)
 
 
-def _copies(forecast: Forecast) -> Iterator[dict[str, Any]]:
+def _copies(forecast: Forecast, queues: Sequence[str]) -> Iterator[dict[str, Any]]:
     for copy in forecast.copies:
         op = forecast.trace.op.get(copy.value)
         facts = {"op": copy.value, "where": op.where if op else ""}
-        yield _event(copy.value, copy.queue, QUEUES.index(copy.queue), copy.begin, copy.end, facts)
+        yield _event(copy.value, copy.queue, queues.index(_queue(copy)), copy.begin, copy.end, facts)
 
 
 def _event(name: str, kind: str, thread: int, begin: float, end: float, facts: dict[str, Any]) -> dict[str, Any]:

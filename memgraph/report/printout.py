@@ -26,6 +26,7 @@ from .repeatability import repeatability
 from .report_data import ReportData
 from .step_times import is_off, is_slower
 from .tables import layer_path, mb, ms, stacked, table, unstyled
+from .tier_lines import tier_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +44,7 @@ NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 def printout(report: ReportData) -> RenderableType:
     """Return the lines and tables of a report."""
     forecast, blank = report.forecast, unstyled("")
-    tables = _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
+    tables = _kinds(forecast), blank, peak_table(forecast), blank, decisions_table(report)
     return stacked(unstyled("\n".join([verdict(report), *_simulated(report)])), blank, *tables, *_helped(report))
 
 
@@ -54,7 +55,7 @@ def peak_printout(report: ReportData) -> RenderableType:
         f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
         *repeatability(report),
     ]
-    return stacked(unstyled("\n".join(lines)), unstyled(""), _kinds(plain), unstyled(""), _peak(plain))
+    return stacked(unstyled("\n".join(lines)), unstyled(""), _kinds(plain), unstyled(""), peak_table(plain))
 
 
 def verdict(report: ReportData) -> str:
@@ -63,6 +64,7 @@ def verdict(report: ReportData) -> str:
     lines = [
         _bytes(report),
         *_held(report),
+        *tier_lines(report),
         *_several(report),
         *_adding(report),
         *_scalars_only(report),
@@ -215,8 +217,7 @@ def _exchanged(report: ReportData) -> list[str]:
     net = [copy for copy in report.forecast.copies if copy.queue == "net"]
     if not net:
         return []
-    us = sum(copy.end - copy.begin for copy in net)
-    waited = sum(_spent(report.forecast, REDUCED, GATHERED).values())
+    us, waited = sum(copy.end - copy.begin for copy in net), sum(_spent(report.forecast, REDUCED, GATHERED).values())
     hidden = us * (1 - min(report.machine.network.interference, 1.0)) - waited
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
@@ -280,17 +281,16 @@ def _class_cuts(report: ReportData) -> str:
 
 
 def _greedy(report: ReportData) -> list[str]:
-    if not report.choice.greedy:
-        return []
-    return [f"{MISSING}: the greedy planner made this plan, and proves no bound; {INSTALL}"]
+    said = f"{MISSING}: the greedy planner made this plan, and proves no bound; {INSTALL}"
+    return [said] if report.choice.greedy else []
 
 
 def _rounded(report: ReportData) -> list[str]:
     cast = [decision for decision in report.plan if isinstance(decision, Offload) and decision.wire]
     if not cast:
         return []
-    nbytes = sum(_held_nbytes(report, decision.value) for decision in cast)
-    return [f"lossy: {len(cast)} values of {mb(nbytes)} are rounded to {cast[0].wire} while offloaded"]
+    nbytes = mb(sum(_held_nbytes(report, decision.value) for decision in cast))
+    return [f"lossy: {len(cast)} values of {nbytes} are rounded to {cast[0].wire} while offloaded"]
 
 
 def _held_nbytes(report: ReportData, value: str) -> int:
@@ -298,7 +298,7 @@ def _held_nbytes(report: ReportData, value: str) -> int:
     return trace.nbytes[trace.op[value].holds[0]]
 
 
-def _decided(report: ReportData) -> RenderableType:
+def decisions_table(report: ReportData) -> RenderableType:
     if not report.plan:
         return unstyled("decided: nothing; the step fits as it is")
     lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
@@ -317,10 +317,11 @@ def decided(report: ReportData) -> Iterator[tuple[str, Row]]:
             verb = f"offload as {decision.wire}" if decision.wire else "offload"
             nbytes = _held_nbytes(report, op.name)
             why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
+            why += f", to {decision.to or report.machine.tier}" * bool(report.machine.behind)
             yield op.name, Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
         elif isinstance(decision, Stream):
             verb, updated = ("update there", ", and is updated there") if decision.on else ("stream", "")
-            why = f"offloaded to {report.machine.tier}{updated}"
+            why = f"offloaded to {decision.to or report.machine.tier}{updated}"
             yield op.name, Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
         elif isinstance(decision, Recompute) and op.makes:
             yield op.name, Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_recomputed(report, op))
@@ -330,7 +331,7 @@ def _why_recomputed(report: ReportData, op: Op) -> str:
     if not report.machine.link.works:
         return "no tier to offload to"
     copies_us = op.nbytes / report.machine.link.out + op.nbytes / report.machine.link.back
-    return f"offloading would take {ms(copies_us)}"
+    return f"offloading would take {ms(copies_us)}" if copies_us > op.us else "the best that was found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +373,7 @@ def _kinds(forecast: Forecast) -> Table:
     return lines
 
 
-def _peak(forecast: Forecast) -> Table:
+def peak_table(forecast: Forecast) -> Table:
     op = forecast.trace.ops[forecast.peak_index]
     lines = table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where", right=NUMBERS)
     makers = [(life, forecast.trace.op[life.producer]) for life in forecast.live_at(forecast.peak_index)]

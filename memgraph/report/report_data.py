@@ -154,6 +154,16 @@ class ReportData:
         return compiled and not self.beyond and self.measured is not None and self.measured > self.peak
 
     @property
+    def summary(self) -> dict[str, str | int | float | None]:
+        """The facts of a plan in a line: device; bytes of budget, peak and of the step as it is; microseconds."""
+        return {
+            "device": self.machine.device, "budget": self.budget, "peak": self.peak, "measured": self.measured,
+            "as_it_is": self.whole or self.choice.captured.peak, "us": round(self.predicted_us, 1),
+            "longer": round(self.longer, 5), "gap": round(self.gap, 5), "decisions": len(self.plan),
+            "planned_us": round(self.planned_us),
+        }  # fmt: skip
+
+    @property
     def predicted_us(self) -> float:
         """Forecast of a step in microseconds, before any step has run."""
         return self.forecast.us

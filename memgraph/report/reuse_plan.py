@@ -76,6 +76,9 @@ def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
 def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
     if any(isinstance(decision, Offload) for decision in plan.plan) and not machine.link.works:
         raise PlanError(f"the saved plan offloads to {plan.machine.tier}, which offload=None forbids; {REPLAN}")
+    here = {tier.name for tier in machine.behind}
+    for to in {each.to for each in plan.plan if isinstance(each, Offload | Stream)} - here - {""}:
+        raise PlanError(f"the saved plan offloads to {to} behind {plan.machine.tier}, which needs host=; {REPLAN}")
     for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.cast.dtype}:
         raise PlanError(f"the saved plan rounds offloaded values to {wire}, which needs wire_dtype=; {REPLAN}")
     on_host = any(isinstance(decision, Stream) and decision.on for decision in plan.plan)

@@ -37,6 +37,7 @@ from passes import (
     parse_proofs,
     predict,
 )
+from passes.ir.machine import Tier
 from passes.slices.slice import Slice, parse_slice
 
 from ..errors import PlanError
@@ -70,7 +71,7 @@ class SavedPlan:
         slices: that the step is in; `step` has them carried out.
         bound_us, any_us: proven bounds on the microseconds that a plan adds; see `passes.Proposal`.
         proofs: of the bounds, which `memgraph verify` checks.
-        facts: what was measured of the step; see `report_file.py`.
+        facts: what was measured of the step; see `report.py`.
     """
 
     plan: Plan
@@ -223,8 +224,14 @@ def with_saved_prices(trace: Trace, machine: Machine) -> str:
 
 
 def _with_capped_tier(trace: Trace, machine: Machine) -> Machine:
-    """Cap the free bytes of the tier at the bytes of the step: more of them change no plan."""
-    return replace(machine, link=replace(machine.link, capacity=min(machine.link.capacity, sum(trace.nbytes.values()))))
+    """Cap the free bytes of the tiers at the bytes of the step: more of them change no plan."""
+    most = sum(trace.nbytes.values())
+
+    def capped(link: Link) -> Link:
+        return replace(link, capacity=min(link.capacity, most))
+
+    behind = tuple(replace(tier, link=capped(tier.link)) for tier in machine.behind)
+    return replace(machine, link=capped(machine.link), behind=behind)
 
 
 def typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -247,7 +254,8 @@ def typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None)
 
 def _facts(machine: Machine) -> dict[str, object]:
     """Return the fields of the machine, without the parts that it does not have."""
-    return {name: fact for name, fact in asdict(machine).items() if name not in PARTS or fact != asdict(PARTS[name]())}
+    parts = {**{name: asdict(kind()) for name, kind in PARTS.items()}, "behind": ()}
+    return {name: fact for name, fact in asdict(machine).items() if name not in parts or fact != parts[name]}
 
 
 def _machine(facts: dict[str, Any]) -> Machine:
@@ -257,7 +265,9 @@ def _machine(facts: dict[str, Any]) -> Machine:
         TypeError: a fact is of another type than its field.
     """
     parts = {name: kind(**typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
-    return Machine(**typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
+    behind = tuple(Tier(str(each["name"]), Link(**typed(Link, each["link"]))) for each in facts.get("behind", ()))
+    fields = {name: fact for name, fact in facts.items() if name not in (*PARTS, "behind")}
+    return Machine(**typed(Machine, fields), behind=behind, **parts)
 
 
 def _seal(facts: dict[str, object]) -> str:

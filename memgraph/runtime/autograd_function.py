@@ -4,6 +4,14 @@
     loss.backward()                                            the backward half runs
 
 Gradients of parameters are put into `.grad` here, unless a hook has to see them; autograd passes the others on.
+
+Let the stream of whoever calls backward wait for the gradients.
+
+    with torch.cuda.stream(side):     y = model(x)      # backward of these ops runs on `side`
+    y.backward()                                        # the caller's stream waits for `side` when it returns
+    optimizer.step()                                    # reads gradients that are complete
+
+autograd does so for gradients that it accumulates itself. A step writes them, and would be missed.
 """
 
 from __future__ import annotations
@@ -24,7 +32,6 @@ from ..profile.memory_meter import resident_bytes
 from ..report.report import Report
 from ..system.device import CPU
 from ..system.user_warning import warn_user
-from .caller_stream import wait_at_end
 from .concurrent_runs import count_passed_on, note_concurrent_run
 from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
 from .step_parts import StepParts
@@ -312,3 +319,19 @@ def _give(owner: Tensor | None, gradient: Tensor) -> Tensor | None:
     elif before is not gradient:
         before.add_(gradient)
     return None
+
+
+def wait_at_end(device: torch.device, cuda: Any = torch.cuda) -> None:
+    """Let the caller's stream wait, at the end of the running backward, for what this stream has been asked to do.
+
+    `cuda` is torch.cuda, or a stand-in with its streams and events.
+    """
+    if device.type != "cuda":
+        return
+    done = cuda.Event()
+    done.record(cuda.current_stream(device))
+
+    def wait() -> None:  # called with the caller's streams as the current ones
+        cuda.current_stream(device).wait_event(done)
+
+    torch.autograd.Variable._execution_engine.queue_callback(wait)

@@ -9,6 +9,13 @@ not: while the caller holds one, the step runs op by op.  Both halves share one 
 the bytes that forward frees, as in a step that is not recorded.  So only one run at a time uses a recording.  Two steps
 run op by op before, which loads the kernels; a third one as warm-up would change buffers once too often.  Backward is
 recorded in autograd's thread, because libraries keep what they have loaded for each thread.
+
+Run a function in the thread in which autograd runs backward on a device.
+
+    run_in_backward(lambda: recorder.record(half), cuda)     ->   recorded where backward will run, and has run before
+
+cuBLAS and cuDNN keep handles and plans for each thread, and make them at the first use. A CUDA graph can't be recorded
+while they do. On a CPU that thread is the caller's.
 """
 
 from __future__ import annotations
@@ -33,12 +40,35 @@ from ..system.device import CPU
 from ..system.garbage import paused_collector
 from ..system.user_warning import warn_user
 from ..tensors.layout import is_dense
-from .backward_thread import run_in_backward
 from .step_run import StepRun
 
 T = TypeVar("T")
 MOST = 8  # recordings in a row that were replayed less than twice: then the step runs op by op
 OWN_REFERENCES = 2  # to a gradient's storage: the tensor here, and the object that asks for the count
+
+
+def run_in_backward(run: Callable[[], T], device: torch.device) -> T:
+    """Call a function in the thread of a device's backward, and return its result."""
+    results: list[T] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        output = _Call.apply(leaf, lambda: results.append(run()))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(output, torch.empty_like(output, requires_grad=False))
+    return results[0]
+
+
+class _Call(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call()
+        return gradients[0], None
 
 
 class Recorder(Protocol):

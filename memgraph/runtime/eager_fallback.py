@@ -22,14 +22,27 @@ from ..guards.written_attributes import call_leaves, written_attributes
 from ..system.locks import PLANNING_LOCK
 from ..system.python_random import PythonRandom, restoring_python_random
 from ..tensors.pytree import flatten, tensors_of
-from ..tensors.versions import refuse_modified, version_of
+from ..tensors.versions import version_of
 
 Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradients:
+ADVICE = (
+    "a loss was made of outputs without a planned backward, so forward has to run again for their gradients, and {}: "
+    "give loss=, which makes the loss part of the step, or run this step again, since backward is planned from all "
+    "outputs from now on"
+)
+
+
+def eager_gradients(
+    module: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
+    changes: Callable[[], str],
+) -> Gradients:  # fmt: skip
     """Record what forward depends on; the result maps the outputs' gradients to those of parameters, buffers and
-    inputs."""
+    inputs.
+
+    `changes` tells in what the same call would differ from what it was, if forward ran again now.
+    """
     generator = torch.default_generator.clone_state()  # counts as no tensor memory
     python = PythonRandom() if draws_on_host(captured.graph.graph) else None
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -39,17 +52,18 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     leaves, _ = call_leaves(args, kwargs, attributes)
     held = [(attribute, attribute.value) for attribute in attributes]
     inputs = tensors_of(leaves)
-    versions = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *inputs)]
+    unwritten = [buffer for name, buffer in named_buffers.items() if name not in written]
+    seen = [(each, version_of(each), each.data_ptr()) for each in (*module.parameters(), *unwritten, *inputs)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if not can_run_again(captured):
-            raise MemgraphError(
-                "a loss was made of outputs without a planned backward, and forward, which changes tensors that it "
-                "reads, can't run again for their gradients: give loss=, which makes the loss part of the step"
-            )
-        refuse_modified(versions)
+            raise MemgraphError(ADVICE.format("it changes tensors that it reads"))
+        if any(version_of(each) != version or each.data_ptr() != address for each, version, address in seen):
+            raise MemgraphError(ADVICE.format("a parameter, a buffer or an argument was modified since"))
         with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), restoring_python_random(), _casting(casts):
+            if changed := changes():
+                raise MemgraphError(ADVICE.format(changed))
             torch.set_rng_state(generator.get_state())
             if python is not None:
                 python.restore()

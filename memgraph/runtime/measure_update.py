@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..optim.elementwise import replace_step
-from ..profile.memory_meter import measure_peak, resident_bytes
+from ..profile.memory_meter import OutsideMeter, measure_peak, resident_bytes
 from ..tensors.parameter_groups import state_tensors
 from .step import Step
 
@@ -38,11 +38,13 @@ class UpdateMeasurement:
         states = resident_bytes(state_tensors(self.optimizer))
         gradients = [resident_bytes(step.parts.gradients()) for step in steps]
         incomplete = [any(parameter.grad is None for parameter in step.parts.trained) for step in steps]
+        outside = OutsideMeter(self.device)
         result, allocated = measure_peak(update, self.device)
         if allocated is not None:
             for step, nbytes, fewer in zip(steps, gradients, incomplete, strict=True):
                 unplanned = "the update found fewer gradients than were planned for" if fewer else ""
-                step.note_update(states + nbytes + allocated.peak, unplanned)
+                # Only the meter outside sees that older blocks are freed, as gradients that a step replaces.
+                step.note_update(states + nbytes + min(allocated.peak, outside.peak or allocated.peak), unplanned)
         return result
 
 

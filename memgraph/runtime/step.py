@@ -125,7 +125,7 @@ class Step:
                 if not differentiable:
                     return run.forward(tensors, self.parts.roles.outputs)
                 context = Differentiation(self.parts, self.report, run, self.finish, other_outputs())
-                given = self.parts.without_unread(tensors)
+                given = self.parts.without_cut_off(tensors)
                 outputs = list(StepFunction.apply(context, *given))  # type: ignore[no-untyped-call]
             self._begin_outside(run)
             return outputs
@@ -281,6 +281,7 @@ class Step:
         ).with_measured(allocated.peak + run.others_nbytes - run.replaced_nbytes, run.absent_nbytes, run.states_nbytes)
         if before <= (report.measured or 0):
             self.report = report
+            self._warn_over()
         if self.parts.halves.backward is not None:
             self._on_measured(self)
 
@@ -288,6 +289,16 @@ class Step:
         """Note the bytes of the optimizer's update behind this step; `unplanned` says why they exceed the forecast."""
         report = self.report.with_update(nbytes)
         self.report = replace(report, beyond=report.beyond or unplanned)
+        self._warn_over()
+
+    def _warn_over(self) -> None:
+        """Warn if a measured step took more than the budget, and no reason is known."""
+        report = self.report
+        if (report.measured or 0) > report.budget and not report.beyond:
+            warn_user(
+                f"a measured step took {report.measured} bytes, over its budget of {report.budget}, and its forecast "
+                f"is {report.peak}, which should not be: please report it with `print(model.plan)`"
+            )
 
     def without_replan(self) -> Step:
         """Return this step, which keeps its plan: that of another length has been looked at."""

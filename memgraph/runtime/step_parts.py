@@ -1,11 +1,15 @@
 """The fixed parts of a planned step, complete before the step is made.
 
 captured call, two halves, slots in the tier, fused update, ...   ->   StepParts
+
+The roles of the tensors that a step reads and returns.
+
+reads w, b, x; returns y, dw, db    ->   one output; dw is the gradient of input 0, db of input 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +21,7 @@ from passes import Plan, Trace
 from ..graph.captured import Captured, Output
 from ..graph.fuse_updates import updated_parameters
 from ..graph.halves.partition import Partition, drop_unused
+from ..guards.owned_tensors import has_hooks
 from ..optim.fused_update import FusedUpdate
 from ..optim.tier_slots import OffloadedSlots
 from ..oss.pending_gathers import PendingGathers
@@ -26,7 +31,8 @@ from ..storage.tiers import Tier
 from .concurrent_runs import concurrent_runs, held_nbytes, waiting_nbytes
 from .cuda_graph_checks import NOT_RECORDED, Recording
 from .step_run import StepRun
-from .tensor_roles import TensorRoles
+
+Key = tuple[str, str, int]  # kind, name and index of an input
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,21 @@ class StepParts:
         return self.sharded_grads is not None or self.pending_gathers is not None
 
     @cached_property
-    def unread(self) -> frozenset[int]:
-        """The places of the caller's inputs that no op reads."""
+    def cut_off(self) -> frozenset[int]:
+        """The places of the caller's inputs that no op reads, or to which forward lets no gradient flow."""
         inputs = zip(self.captured.graph.graph.find_nodes(op="placeholder"), self.captured.graph_inputs, strict=True)
         read = {(role.kind, role.name, role.index) for node, role in inputs if node.users}
-        return frozenset(place for key, place in self.roles.place.items() if key[0] == "input" and key not in read)
+        places = {place: key in read for key, place in self.roles.place.items() if key[0] == "input"}
+        # Backward from other outputs than planned may find more gradients.
+        is_sure = len(self.captured.tangents) == len(self.captured.differentiable)
+        flows = {*self.roles.targets} if is_sure else places.keys()
+        return frozenset(place for place, is_read in places.items() if not is_read or place not in flows)
 
-    def without_unread(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors for autograd: one that no op reads is cut off, as it is in eager."""
+    def without_cut_off(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors for autograd: one to which no gradient flows is cut off, as it is in eager."""
         if not any(tensors[place].grad_fn is not None for place in self.roles.varying):
             return tensors
-        return [each.detach() if place in self.unread else each for place, each in enumerate(tensors)]
+        return [each.detach() if place in self.cut_off else each for place, each in enumerate(tensors)]
 
     def inputs_in_blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that the graph reads: of some parameters, views of their rows."""
@@ -158,3 +168,86 @@ class StepParts:
         gradients = 0 if self.roles.adds else resident_bytes(self.gradients())
         others = held_nbytes(self.open_runs(tensors, run), tensors) + waiting_nbytes() + gradients
         run.others_nbytes = max(run.others_nbytes, others)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRoles:
+    """The tensors of one step.  Places are positions among its inputs, without tangents.
+
+    Attributes:
+        outputs: the number of tensors that forward returns to the caller.
+        tangents: the outputs that backward starts from.
+        gradients: what backward returns; behind them come this rank's shards of the buckets `shards`.
+        updates: the places of the parameters that backward updates, by name.
+        exchanged: the places of the parameters whose gradients backward averages over ranks, by name.
+        added_nbytes: of the gradients, then of the shards, that backward adds to; empty if it adds to none.
+    """
+
+    outputs: int
+    tangents: tuple[int, ...]
+    gradients: tuple[Output, ...]
+    shards: tuple[int, ...]
+    place: Mapping[Key, int]
+    updates: Mapping[str, int]
+    exchanged: Mapping[str, int]
+    added_nbytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, captured: Captured, added_nbytes: Sequence[int], updated: Iterable[str]) -> TensorRoles:
+        """Return the roles in a captured step; `updated` are the parameters that backward updates."""
+        inputs = [role for role in captured.inputs if role.kind != "tangent"]
+        place: dict[Key, int] = {(role.kind, role.name, role.index): i for i, role in enumerate(inputs)}
+        return cls(
+            outputs=sum(role.kind == "output" for role in captured.outputs),
+            tangents=tuple(role.index for role in captured.inputs if role.kind == "tangent"),
+            gradients=tuple(role for role in captured.outputs if role.kind not in ("output", "shard")),
+            shards=tuple(role.index for role in captured.outputs if role.kind == "shard"),
+            place=place,
+            updates={name: place["parameter", name, -1] for name in updated},
+            exchanged={name: place["parameter", name, -1] for name in captured.reduced},
+            added_nbytes=tuple(added_nbytes),
+        )
+
+    @property
+    def adds(self) -> bool:
+        """Return True if backward adds to existing gradients."""
+        return bool(self.added_nbytes)
+
+    @cached_property
+    def added(self) -> tuple[tuple[int, int], ...]:
+        """The places of the parameters whose gradients backward adds to, with the bytes of each."""
+        return tuple(zip(self._trained, self.added_nbytes[: len(self._trained)], strict=True)) if self.adds else ()
+
+    @cached_property
+    def added_shards(self) -> tuple[tuple[int, int], ...]:
+        """The buckets whose shards backward adds to, with the bytes of each."""
+        return tuple(zip(self.shards, self.added_nbytes[len(self._trained) :], strict=True)) if self.adds else ()
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The places of all parameters that backward computes gradients of."""
+        return (*self._trained, *self.updates.values(), *self.exchanged.values())
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """The places of the inputs that the gradients belong to."""
+        return tuple(map(self._target, self.gradients))
+
+    def owners_of_gradients(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return, for each gradient, the parameter whose `.grad` backward may set by itself; None for the others."""
+        rows = zip(self.gradients, self.targets, strict=True)
+        owners = [tensors[place] if role.kind == "gradient" else None for role, place in rows]
+        return [None if owner is None or has_hooks(owner) else owner for owner in owners]
+
+    @cached_property
+    def varying(self) -> tuple[int, ...]:
+        """The places of the caller's inputs."""
+        return tuple(i for (kind, _, _), i in self.place.items() if kind == "input")
+
+    def _target(self, role: Output) -> int:
+        return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
+
+    @cached_property
+    def _trained(self) -> tuple[int, ...]:
+        rows = zip(self.gradients, self.targets, strict=True)
+        return tuple(target for role, target in rows if role.kind == "gradient")

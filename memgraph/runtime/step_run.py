@@ -2,12 +2,20 @@
 
 It holds what is between the two halves: the saved tensors, the lease on the tier, and the meter or clock of a run that
 is measured.
+
+Find the op of backward that makes a NaN, in torch's anomaly mode.
+
+    with torch.autograd.detect_anomaly():
+        loss.backward()    ->   RuntimeError: aten.div.Tensor, of blocks.3.mlp model.py:71, returned nan values
+
+The half runs as usual, and each gradient in it is checked.  Results of forward's ops are not checked, nor gradients
+that the next op masks: torch sees neither.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -16,8 +24,10 @@ from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.guard_ops import GuardFailed
+from ..graph.halves.edited_code import run_edited
 from ..graph.halves.partition import Partition
-from ..graph.ops import Exchange, UpdateRunner, op_context
+from ..graph.nodes import aten
+from ..graph.ops import Exchange, UpdateRunner, accumulate, op_context
 from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, OutsideMeter, resident_bytes
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
@@ -25,8 +35,9 @@ from ..storage.mapped_storage import BufferSlice
 from ..storage.tiers import Lease, Tier
 from ..tensors.layout import without_base
 from ..tensors.versions import refuse_modified, version_of
-from .anomaly_mode import finds_nan, run_checked
 from .released_outputs import BorrowedOutputs, ReleaseWatcher
+
+MASKS = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 class RecordedStep(Protocol):
@@ -304,3 +315,53 @@ def _as_captured(fake: Tensor, tangent: Tensor | None) -> Tensor:
 
 def _has_strides(fake: Tensor, tangent: Tensor) -> bool:
     return tangent.stride() == fake.stride()
+
+
+def finds_nan() -> bool:
+    """Return True if torch is asked to look for NaN in backward."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def run_checked(half: fx.GraphModule, values: list[Tensor], tangents: Collection[str]) -> Any:
+    """Run a backward half on `values`; `tangents` names the gradients among its inputs.
+
+    Raises:
+        RuntimeError: an op made a NaN; names it, with its module and line.
+    """
+    gradients = _gradients(half.graph, tangents)
+
+    def check(name: str, value: object) -> None:
+        if name in gradients and has_nan(value):
+            raise RuntimeError(_message(gradients[name]))
+
+    checked = run_edited(half, lambda name, line: f"{line};  memgraph_check('{name}', {name})", memgraph_check=check)
+    return checked(half, values)
+
+
+def has_nan(value: object) -> bool:
+    """Return True if a tensor, or one of several, contains a NaN."""
+    if isinstance(value, tuple | list):
+        return any(map(has_nan, value))
+    if not isinstance(value, Tensor) or value.is_meta or not (value.is_floating_point() or value.is_complex()):
+        return False
+    return bool(value.isnan().any())
+
+
+def _gradients(graph: fx.Graph, tangents: Collection[str]) -> dict[str, fx.Node]:
+    """Return the nodes computed from tangents that other ops than masks read, by name."""
+    reached = {node for node in graph.find_nodes(op="placeholder") if node.target in tangents}
+    for node in graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes) and _computes(node):
+            reached.add(node)
+    checked = (node for node in reached if not all(user.target in MASKS for user in node.users))
+    return {node.name: node for node in checked if node.op == "call_function"}
+
+
+def _computes(node: fx.Node) -> bool:
+    """Return True unless the op copies bytes, whose result may not have arrived yet."""
+    return node.target is accumulate or not str(node.target).startswith("memgraph.")
+
+
+def _message(node: fx.Node) -> str:
+    where = node.meta.get("where", "")
+    return f"{node.target}{f', of {where},' * bool(where)} returned nan values in backward"

@@ -20,7 +20,7 @@ from ..guards.module_proxy import ModuleProxy
 from ..options.argument_rules import check_argument
 from ..oss.comm.agreement import describe, report_errors
 from ..storage.spill_file import Folder, require_writable
-from ..storage.tiers import tier_name
+from ..storage.tiers import tier_names
 from ..system.byte_sizes import budget_nbytes
 from ..system.device import device_of
 from .chunks import MicroBatch, chunked
@@ -199,7 +199,7 @@ class GivenArguments:
             self.stages_per_rank,
             self.checkpoint,
             self._replicated(model),
-            tier_name(offload, device),
+            next(iter(tier_names(offload, device)), None),
             spill_dir,
             time_limit,
         )

@@ -126,4 +126,6 @@ class KeptPlans:
 
     def _facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
         leaves, spec = flatten((args, kwargs))
-        return signature(spec, leaves, self._attributes)
+        facts = signature(spec, leaves, self._attributes)
+        self._attributes.taken()  # tensors of other stages are to go
+        return facts

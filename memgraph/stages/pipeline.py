@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn, optim
 
 from ..errors import MemgraphError
 from ..guards.module_proxy import WithLoss
+from ..oss.checkpoint.training_folder import TrainingFolder, own_state_dict
 from .arguments import Budgets, GivenArguments, PipelineArguments, default_stages_per_rank
 from .chunks import call_lines, mode_lines
 from .first_cut import FirstCut
@@ -31,8 +33,8 @@ from .stage_plans import StagePlans
 from .stage_runs import ActionTimes, StageRuns
 from .state.clip_norm import clip_stages
 from .state.deferred_batch_norm import begin_mini_batch, defer_batch_norm
-from .state.stage_checkpoint import StageCheckpoint
-from .state.stage_state_dict import full_state_dict, load_files, load_own, own_state_dict
+from .state.stage_checkpoint import stage_folder
+from .state.stage_state_dict import full_state_dict, load_files, load_own
 from .state.stage_tensors import all_tensors, as_in_training, give_memory, release_others, warn_unwritten
 from .state.stage_updates import MakeOptimizer, StageUpdates, end_together, kept_states
 
@@ -232,7 +234,7 @@ class Pipeline:
             CollectiveError: a rank is gone.
         """
         with self.group.ending_together():
-            self._checkpoint.save(folder)
+            self._training(folder, "saving of").save()
 
     def load_sharded(self, folder: Target) -> None:
         """Load what `save_sharded` wrote, with any number of stages. Call `prepare` or `step` before.
@@ -245,7 +247,7 @@ class Pipeline:
             CollectiveError: a rank is gone.
         """
         with self.group.ending_together():
-            self._checkpoint.load(folder)
+            self._training(folder, "loading of").load()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients of all stages as `torch.nn.utils.clip_grad_norm_` does; return their norm, on all ranks.
@@ -271,10 +273,9 @@ class Pipeline:
         self.group.check_scaler(scaler)
         self._loss_scale = float(scaler.scale(torch.ones(())))
 
-    @property
-    def _checkpoint(self) -> StageCheckpoint:
+    def _training(self, folder: Target, what: str) -> TrainingFolder:
         named = dict(self.named_parameters())
-        return StageCheckpoint(self.group, self._trained_module, named, self.optimizer if named else None)
+        return stage_folder(Path(folder).absolute(), what, self.group, self._trained_module, named, self.optimizer)
 
     @property
     def _trained_module(self) -> nn.Module:

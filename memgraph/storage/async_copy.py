@@ -18,10 +18,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..tensors.layout import is_dense
-from .io_threads import CHUNK, WORKERS, OneShotEvent, read, submit, write
+from .io_threads import CHUNK, IN_MEMORY, WORKERS, CopyFunction, OneShotEvent, read, submit, write
 from .spill_file import SpillError, advice_for, whole_pages
-
-CopyFunction = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
 class CopyChunk(OneShotEvent):
@@ -51,7 +49,7 @@ class TimedCopy(Protocol):
     def ended(self) -> float: ...
 
 
-CopyLog = Mapping[CopyFunction, Sequence[TimedCopy]]  # all that were begun, by `read` and `write`
+CopyLog = Mapping[CopyFunction, Sequence[TimedCopy]]  # all that were begun, by the function that moves the bytes
 CopyGuard = Callable[[CopyChunk], object]  # called before bytes move; may raise to prevent it
 
 
@@ -81,7 +79,7 @@ class Copy:
         for at in range(0, nbytes, share):
             self.chunks.append(chunk := CopyChunk(min(share, nbytes - at)))
             where = file, offset + at, self.address + at, chunk.nbytes
-            submit(partial(_run, chunk, [guard], after, self.move, *where))
+            submit(partial(_run, chunk, [guard], after, self.move, *where), self.move in IN_MEMORY)
 
     def end(self) -> None:
         """Wait for every chunk, then release the tensor.
@@ -109,12 +107,12 @@ def finish_copies(*copies: ChunkedCopy | None) -> None:
         chunk.wait()
 
 
-def copy_rates(*logs: CopyLog, half_duplex: bool) -> tuple[float, float]:
-    """Return the bytes per microsecond written and read while copies ran, 0.0 if none has ended.
+def copy_rates(*logs: CopyLog, half_duplex: bool, moves: Sequence[CopyFunction] = (write, read)) -> tuple[float, float]:
+    """Return the bytes per microsecond written and read while copies of a tier ran, 0.0 if none has ended.
 
     While both directions of a half-duplex link were busy, each running copy has an equal share of the time.
     """
-    directions = [[copy for log in logs for copy in log.get(move, ()) if copy.ended] for move in (write, read)]
+    directions = [[copy for log in logs for copy in log.get(move, ()) if copy.ended] for move in moves]
     changes = [(copy.started, 1, i) for i, copies in enumerate(directions) for copy in copies]
     changes += [(copy.ended, -1, i) for i, copies in enumerate(directions) for copy in copies]
     busy, running, before = [0.0, 0.0], [0, 0], 0.0

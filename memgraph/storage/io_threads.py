@@ -1,11 +1,11 @@
-"""Copy between memory and files on two threads, so that a step does not wait for the disk.
+"""Copy between memory and files on two threads of each tier, so that a step does not wait for the disk.
 
 Before:                                After:
     write(file, 0, address, 1 << 30)       submit(lambda: write(file, 0, address, 1 << 30))
     ...  # half a second later             ...  # at once, and the interpreter is free meanwhile
 
-Each thread copies through a small buffer of its own: O_DIRECT takes whole pages at page boundaries only, and tensors
-may begin anywhere.
+To a disk, each thread copies through a small buffer of its own: O_DIRECT takes whole pages at page boundaries only, and
+tensors may begin anywhere.  Files in memory are read and written without one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ CHUNK = 512 << 10  # bytes of each buffer
 STAGING = WORKERS * CHUNK
 
 IoJob = Callable[[], object]
+CopyFunction = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
+Transfer = Callable[[int, list[memoryview], int], int]
 
 
-def submit(job: IoJob) -> None:
-    """Run `job` on a thread. Jobs begin in the order in which they were submitted, and must not raise."""
-    start().put(job)
+def submit(job: IoJob, in_memory: bool = False) -> None:
+    """Run `job` on a thread of the tier. Jobs of one begin in the order in which they were submitted, and must not
+    raise."""
+    start(in_memory).put(job)
 
 
 @functools.cache
-def start() -> SimpleQueue[IoJob | None]:
-    """Start the threads, one set for all tiers of the process, and return their queue."""
+def start(in_memory: bool = False) -> SimpleQueue[IoJob | None]:
+    """Start the threads, one set for all tiers of a kind in the process, and return their queue."""
     # No executor: a Future that Ctrl-C interrupts may keep a lock that its worker needs.
     jobs: SimpleQueue[IoJob | None] = SimpleQueue()
-    threads = [IoThread(jobs) for _ in range(WORKERS)]
+    threads = [IoThread(jobs, "memory" if in_memory else "disk") for _ in range(WORKERS)]
     for thread in threads:
         thread.start()
     atexit.register(join_threads, threads)
@@ -54,8 +57,8 @@ os.register_at_fork(after_in_child=start.cache_clear)
 class IoThread(threading.Thread):
     """Runs one job after the other, until it is given None."""
 
-    def __init__(self, jobs: SimpleQueue[IoJob | None]) -> None:
-        super().__init__(name="memgraph-disk", daemon=True)
+    def __init__(self, jobs: SimpleQueue[IoJob | None], tier: str) -> None:
+        super().__init__(name=f"memgraph-{tier}", daemon=True)
         self.jobs = jobs
 
     def run(self) -> None:
@@ -100,17 +103,46 @@ def write(file: int, offset: int, address: int, nbytes: int) -> None:
 
 
 def read(file: int, offset: int, address: int, nbytes: int) -> None:
-    """Copy the file to memory, a buffer at a time."""
-    for at in range(0, nbytes, CHUNK):
-        size = min(CHUNK, nbytes - at)
-        transfer_pages(os.preadv, file, offset + at, size)
-        ctypes.memmove(address + at, _staging.address, size)
+    """Copy the file to memory, a buffer at a time; the bytes may begin within a page."""
+    done, skipped = 0, offset % PAGE
+    while done < nbytes:
+        size = min(CHUNK - skipped, nbytes - done)
+        transfer_pages(os.preadv, file, offset + done - skipped, skipped + size)
+        ctypes.memmove(address + done, _staging.address + skipped, size)
+        done, skipped = done + size, 0
 
 
-def transfer_pages(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
-    """Write or read whole pages of the buffer; the kernel may need several calls."""
+def write_memory(file: int, offset: int, address: int, nbytes: int) -> None:
+    """Copy memory to a file in memory."""
+    _transfer(os.pwritev, file, offset, address, nbytes)
+
+
+def read_memory(file: int, offset: int, address: int, nbytes: int) -> None:
+    """Copy a file in memory to memory."""
+    _transfer(os.preadv, file, offset, address, nbytes)
+
+
+IN_MEMORY = (write_memory, read_memory)
+
+
+def moves_in(memory: bool) -> tuple[CopyFunction, CopyFunction]:
+    """Return what copies to a file in memory, or on a disk, and from it."""
+    return IN_MEMORY if memory else (write, read)
+
+
+def _transfer(call: Transfer, file: int, offset: int, address: int, nbytes: int) -> None:
+    view, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
+    while done < nbytes:
+        count = call(file, [view[done:]], offset + done)
+        if not count:
+            raise OSError(errno.EIO, f"the file ended {nbytes - done} bytes early")
+        done += count
+
+
+def transfer_pages(call: Transfer, file: int, offset: int, nbytes: int) -> None:
+    """Write or read whole pages of the buffer; the kernel may need several calls, and a file may end within a page."""
     done, total = 0, whole_pages(nbytes)
-    while done < total:
+    while done < (nbytes if call is os.preadv else total):
         try:
             count = call(file, [_staging.view[done:total]], offset + done)
         except OSError as error:

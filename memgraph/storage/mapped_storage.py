@@ -24,15 +24,15 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..tensors.layout import is_dense, view_bytes_as
-from .spill_file import PAGE, SpillError, advice_for, spill_folder, unnamed_file, whole_pages
+from .file_space import FileSpace, Space, file_space
+from .spill_file import PAGE, SpillError, advice_for, whole_pages
 
 SlotSize = tuple[int, int]  # offset, bytes
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -58,15 +58,15 @@ Layouts = MappingType[str, TensorSpec]  # of tensors with names
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Bytes of a mapping, from a page boundary on.
+    """Bytes of a mapping, from a page boundary on; those of a file of weights begin anywhere, and are only read.
 
-    Whole pages may be written there: the rest of the last page is unused. The mapping is referenced, so that it exists
+    Whole pages may be written: the rest of the last page is unused. The mapping is referenced, so that it exists
     while bytes move.
     """
 
     offset: int
     nbytes: int
-    mapping: Mapping | CopySource
+    mapping: FileBytes | CopySource
 
     def part(self, offset: int, nbytes: int) -> BufferSlice:
         """Return some of these bytes, from a page boundary on."""
@@ -78,6 +78,24 @@ class BufferSlice:
         assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
         return view_bytes_as(flat, tensor)
+
+
+class FileBytes(Protocol):
+    """Bytes of a file at addresses, from which tensors are mapped."""
+
+    def __len__(self) -> int: ...
+    def unshare(self, base: int) -> None:
+        """In a child of fork, stop writing to the parent's bytes; the mapping begins at address `base`."""
+
+    def slice_at(self, offset: int, nbytes: int) -> BufferSlice | None:
+        """Return the slice of a tensor that begins so many bytes behind `base`, if it is one."""
+
+
+class OpenFile:
+    """A file that bytes are copied from, or to; in memory or on a disk."""
+
+    file: int
+    in_memory: bool
 
 
 class CopySource:
@@ -100,7 +118,7 @@ class BufferAllocator:
         raise NotImplementedError
 
 
-BufferLocation = BufferAllocator | str | os.PathLike[str] | None  # a folder, None for the default one
+BufferLocation = BufferAllocator | Space  # a folder, None for the default one
 
 
 class MappedBuffer:
@@ -122,7 +140,7 @@ class MappedBuffer:
         self.mapping = (
             location.map(slots)
             if isinstance(location, BufferAllocator)
-            else FileMapping.of(spill_folder(location), slots)
+            else FileMapping.of(file_space(location), slots)
         )
 
     def tensor(self, index: int) -> Tensor:
@@ -152,30 +170,36 @@ class Mapping(mmap.mmap):
     def unshare(self, base: int) -> None:
         """In a child of fork, stop writing to the parent's bytes; the mapping begins at address `base`."""
 
+    def slice_at(self, offset: int, nbytes: int) -> BufferSlice | None:
+        """Return a slot, or a part of one that begins at a page, and ends at one or where the slot does."""
+        end = offset + nbytes
+        slot = bisect_right(self.slots, offset, key=lambda slot: slot[0]) - 1
+        slot_end = sum(self.slots[slot])
+        whole = offset % PAGE == 0 and (end == slot_end or (end < slot_end and end % PAGE == 0))
+        return BufferSlice(offset, nbytes, self) if whole else None
+
     def register(self, slots: list[SlotSize]) -> None:
         """Let `buffer_slice_of` find tensors over this mapping."""
         self.slots = slots
-        _open_mappings[self.bytes_at(0, 1).data_ptr()] = self
+        open_mappings[self.bytes_at(0, 1).data_ptr()] = self
 
 
-class FileMapping(Mapping):
-    """A file in memory, which is closed when nothing references the mapping any more."""
-
-    file: int
+class FileMapping(Mapping, OpenFile):
+    """A mapped file, which is closed when nothing references the mapping any more."""
 
     @classmethod
-    def of(cls, folder: Path, slots: Iterable[SlotSize]) -> FileMapping:
+    def of(cls, space: FileSpace, slots: Iterable[SlotSize]) -> FileMapping:
         """Map a new unnamed file with room for the slots."""
         nonempty, nbytes = page_layout(slots)
-        file = unnamed_file(folder, nbytes, "the state")
+        file = space.open(nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
         except OSError as error:  # of memory, or of files: a mapping has one of its own
             os.close(file)
-            message = f"cannot map {nbytes} bytes of a file for the state in {folder}: {error}"
+            message = f"cannot map {nbytes} bytes of a file for the state in {space}: {error}"
             advice = advice_for(error, "see that the process may map more memory (ulimit -v, vm.max_map_count)")
             raise SpillError(f"{message}; {advice}") from error
-        mapping.file = file
+        mapping.file, mapping.in_memory = file, space.in_memory(file)
         mapping.register(nonempty)
         return mapping
 
@@ -185,7 +209,8 @@ class FileMapping(Mapping):
             raise OSError(ctypes.get_errno(), "offloaded state can't be separated from that of the parent process")
 
     def __del__(self) -> None:
-        if hasattr(self, "file"):
+        # At the end of the process modules may be gone, and files are closed.
+        if hasattr(self, "file") and os is not None:
             os.close(self.file)
 
 
@@ -196,14 +221,14 @@ def page_layout(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
 
 
 # Mutable state of the module, by address: any tensor may come in, and only its address tells where it was mapped.
-_open_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+open_mappings: weakref.WeakValueDictionary[int, FileBytes] = weakref.WeakValueDictionary()
 
 
 def _unshare_all() -> None:
     """Turn the parent's offloaded tensors into ordinary memory of the child."""
-    for base, mapping in list(_open_mappings.items()):
+    for base, mapping in list(open_mappings.items()):
         mapping.unshare(base)
-    _open_mappings.clear()
+    open_mappings.clear()
 
 
 os.register_at_fork(after_in_child=_unshare_all)
@@ -218,23 +243,15 @@ def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    for base, mapping in list(_open_mappings.items()):
+    for base, mapping in list(open_mappings.items()):
         if base <= address < base + len(mapping):
-            return _slice_within(mapping, address - base, nbytes)
+            return mapping.slice_at(address - base, nbytes)
     return None
 
 
 def is_offloaded(tensor: Tensor) -> bool:
     """Return True if a tensor covers a slice of a mapping; a fake tensor never does."""
-    return bool(_open_mappings) and buffer_slice_of(tensor) is not None
-
-
-def _slice_within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:
-    end = offset + nbytes
-    slot = bisect_right(mapping.slots, offset, key=lambda slot: slot[0]) - 1
-    slot_end = sum(mapping.slots[slot])
-    whole = offset % PAGE == 0 and (end == slot_end or (end < slot_end and end % PAGE == 0))
-    return BufferSlice(offset, nbytes, mapping) if whole else None
+    return bool(open_mappings) and buffer_slice_of(tensor) is not None
 
 
 def tensor_spec_of(tensor: Tensor) -> TensorSpec:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import has_layout, view_bytes_as
-from .async_copy import CopyFunction, TimedCopy
-from .io_threads import read, write
+from .async_copy import TimedCopy
+from .io_threads import CopyFunction, read, write
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
 from .spill_file import PAGE, whole_pages

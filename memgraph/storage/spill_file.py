@@ -88,7 +88,8 @@ def unnamed_file(folder: Path, nbytes: int, content: str = "activations") -> int
             file = os.dup(unnamed.fileno())
         try:
             os.posix_fallocate(file, 0, nbytes)
-            _bypass_page_cache(file)
+            if bypass_page_cache(file):
+                _try_write(file)
         except BaseException:
             os.close(file)
             raise
@@ -122,17 +123,27 @@ def available_nbytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else 1 << 62
 
 
-def _bypass_page_cache(file: int) -> None:
-    """Set O_DIRECT, or leave the file buffered where the file system does not support it."""
+def bypass_page_cache(file: int) -> bool:
+    """Set O_DIRECT, or leave the file buffered where the file system does not support it; return True if it is set."""
     # Set only now, because where fallocate is emulated it writes single bytes, which O_DIRECT refuses.
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwrite(file, mmap.mmap(-1, PAGE), 0)  # some take the flag and refuse the first write
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+def _try_write(file: int) -> None:
+    """Leave the file buffered if it refuses its first write: some file systems take the flag and do that."""
+    try:
+        os.pwrite(file, mmap.mmap(-1, PAGE), 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,44 +10,54 @@ Both directions bypass the page cache. A copy references the file and the tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from .async_copy import Copy, CopyChunk, CopyFunction, finish_copies
-from .io_threads import read, write
+from .async_copy import Copy, CopyChunk, finish_copies
+from .io_threads import CopyFunction, moves_in
 from .mapped_storage import (
     BufferLocation,
     BufferSlice,
     CopySource,
-    FileMapping,
-    MappedBuffer,
+    OpenFile,
     buffer_slice_of,
     tensor_spec_of,
 )
 from .pinned_storage import StreamCopy
+from .places import Places, map_tensors
 from .spill_file import PAGE
 
 PendingCopy = Copy | StreamCopy
 
 
-def offload_tensors(tensors: Sequence[Tensor], location: BufferLocation) -> list[Tensor]:
+def offload_tensors(
+    tensors: Sequence[Tensor], where: BufferLocation | Places, owners: Sequence[Hashable] = ()
+) -> list[Tensor]:
     """Return mapped tensors with the same values; those that are offloaded already are returned as they are.
+
+    Args:
+        owners: of the tensors; each may have a location of its own.
 
     Raises:
         SpillError: the disk does not provide or take the bytes. No tensor has changed.
         PinnedError: the host does not provide them.
     """
-    resident = [tensor.detach() for tensor in tensors if buffer_slice_of(tensor) is None]
-    if not resident:
-        return list(tensors)
-    buffer = MappedBuffer([tensor_spec_of(tensor) for tensor in resident], location)
-    wait_all([offload_slices(buffer.slice(i), tensor) for i, tensor in enumerate(resident) if tensor.nbytes])
-    mapped = iter([buffer.tensor(i) for i in range(len(resident))])
-    return [next(mapped) if buffer_slice_of(tensor) is None else tensor for tensor in tensors]
+    resident = [i for i, tensor in enumerate(tensors) if buffer_slice_of(tensor) is None]
+    wanted = [owners[i] if owners else None for i in resident]
+    mapped = map_tensors([tensor_spec_of(tensors[i]) for i in resident], where, wanted)
+    wait_all(
+        [
+            offload_slices(slice, tensors[i].detach())
+            for i, (_, slice) in zip(resident, mapped, strict=True)
+            if tensors[i].nbytes
+        ]
+    )
+    found = dict(zip(resident, (tensor for tensor, _ in mapped), strict=True))
+    return [found.get(i, tensor) for i, tensor in enumerate(tensors)]
 
 
 def slice_of(place: BufferSlice, begin: int, nbytes: int) -> BufferSlice:
@@ -60,14 +70,20 @@ def reload_slices(place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ())
     """Begin to fill `tensor`, once `after` have ended; if one of those failed, it is left alone."""
     if isinstance(place.mapping, CopySource):
         return place.mapping.reload(place, tensor, after)
-    return _begin(read, place, tensor, after)
+    return _begin(moves_of(place)[1], place, tensor, after)
 
 
 def offload_slices(place: BufferSlice, tensor: Tensor) -> PendingCopy:
     """Begin to copy `tensor` out. It must not change until the copy has ended."""
     if isinstance(place.mapping, CopySource):
         return place.mapping.offload(place, tensor)
-    return _begin(write, place, tensor)
+    return _begin(moves_of(place)[0], place, tensor)
+
+
+def moves_of(place: BufferSlice) -> tuple[CopyFunction, CopyFunction]:
+    """Return what copies to a file and from it."""
+    assert isinstance(place.mapping, OpenFile)
+    return moves_in(place.mapping.in_memory)
 
 
 def wait_all(copies: Iterable[PendingCopy]) -> None:
@@ -83,7 +99,7 @@ def wait_all(copies: Iterable[PendingCopy]) -> None:
 
 
 def _begin(move: CopyFunction, place: BufferSlice, tensor: Tensor, after: Sequence[CopyChunk] = ()) -> Copy:
-    assert isinstance(place.mapping, FileMapping)
+    assert isinstance(place.mapping, OpenFile)
     copy = Copy(move, (place.mapping.file, place.offset, place.nbytes), tensor, "of the state")
     copy.begin(partial(_keep_alive, place, tensor), after)
     return copy

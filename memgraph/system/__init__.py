@@ -20,4 +20,7 @@ user_warning         warn at the user's own line
 private_names        private names of torch, checked at import
 profiler_thread      run work outside the caller's profiler
 graph_sources        drop the sources of compiled graphs
+page_pool            one pool of pages for the large tensors of a CPU
+pass_log             the log, as variables of the environment ask for it
+reference_op         the speed of the machine now, beside that when ops were priced
 """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +27,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+VARIABLE = "MEMGRAPH_BUDGET"  # of the environment: the budget where none is given
 SHOWN = 100  # characters
 WHOLE = "bytes are whole, and a share is at most 1"
 
@@ -37,18 +39,21 @@ class BudgetRequest:
     name: str
     whose: str
     otherwise: str
+    what: str = "memory"
 
     @property
     def forms(self) -> str:
-        share = f"a float in (0, 1] of {self.whose}'s memory"
+        share = f"a float in (0, 1] of {self.whose}'s {self.what}"
         return f'write e.g. "8GB", "8GiB", "500MB", an int of bytes, {share}, or {self.otherwise}'
 
 
 BUDGET = BudgetRequest("budget", "the device", "None for what is free")
+OF_ENVIRONMENT = BudgetRequest(VARIABLE, "the device", "leave it unset for what is free")
+DISK = BudgetRequest("disk", "the disk", "None for what is free", "free bytes")
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
-    """Return the bytes of `budget` on `device`.
+    """Return the bytes of `budget` on `device`; without one, those of MEMGRAPH_BUDGET or else what is free.
 
     Args:
         resident: bytes that the model already has there; they are part of a budget of None.
@@ -56,9 +61,25 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
     Raises:
         ValueError: `budget` can't be read, is not positive, or is more than the device has.
     """
+    if budget is None and (given := os.environ.get(VARIABLE)):
+        return asked_nbytes(share_or_text(given), device, OF_ENVIRONMENT)
     if budget is None:
         return max(0, unused_nbytes(device) - headroom_nbytes(device)) + resident
     return asked_nbytes(budget, device, BUDGET)
+
+
+def share_or_text(given: str) -> str | float:
+    """Return a budget that a command line or the environment has as an argument: a share, as 0.5, is a float."""
+    return float(given) if re.fullmatch(r"0?\.\d+|1\.0*", given) else given
+
+
+def disk_nbytes(disk: str | int | float, free: int) -> int:
+    """Return the bytes that the option `disk` allows; a float is a share of the `free` ones.
+
+    Raises:
+        ValueError: it can't be read, or is not positive.
+    """
+    return nbytes_within(disk, free if isinstance(disk, float) else 1 << 62, "the disk", DISK)
 
 
 def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRequest) -> int:
@@ -95,7 +116,7 @@ def _fraction(share: float, said: str, available: int, asked: BudgetRequest) -> 
     if math.isnan(share):
         raise ValueError(f"{said} is not a number, so an earlier computation went wrong; {asked.forms}")
     if not 0 < share <= 1:
-        what = f"a float, which means a share of {asked.whose}'s memory in (0, 1]"
+        what = f"a float, which means a share of {asked.whose}'s {asked.what} in (0, 1]"
         raise ValueError(f"{said} is {what}; {asked.forms}")
     return int(share * available)
 

@@ -34,8 +34,8 @@ def memory_nbytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type != "cpu":
         raise ValueError(
-            f"the model is on {device}, which has no memory to plan for; move it to a CPU or a CUDA device"
-            f"{_of_meta([device])}"
+            f"the model is on {device}, which has no memory to plan for; "
+            + (_of_meta([device]) or "move it to a CPU or a CUDA device")
         )
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_control_group()])
 
@@ -108,7 +108,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(
             f"the model is on several devices, {sorted(map(str, devices))}; move it to one with model.to(...)"
-            f"{_of_meta(devices)}"
+            + (f"; {advice}" if (advice := _of_meta(devices)) else "")
         )
     return devices.pop() if devices else torch.device("cpu")
 
@@ -118,9 +118,11 @@ def _of_meta(devices: Iterable[torch.device]) -> str:
     if all(device.type != "meta" for device in devices):
         return ""
     return (
-        "; if hooks around its parts load their parameters in each call, as accelerate's cpu_offload, disk_offload and "
-        "dispatch_model do, remove them (accelerate.hooks.remove_hook_from_submodules), since no captured step runs "
-        "them: a plan offloads parameters itself"
+        "make it on a CPU or a CUDA device, or give it memory there with to_empty(device=...) and load its values "
+        "(memgraph fit plans one without values); if hooks around its parts load their parameters in each call, as "
+        "accelerate's cpu_offload, disk_offload and dispatch_model do, remove them "
+        "(accelerate.hooks.remove_hook_from_submodules), since no captured step runs them: a plan offloads parameters "
+        "itself"
     )
 
 

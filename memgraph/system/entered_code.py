@@ -55,11 +55,18 @@ def _is_watched(code: CodeType, content: dict[str, Any]) -> bool:
 @functools.lru_cache(20_000)
 def is_watched(file: str) -> bool:
     """Return True for a file whose code is told of."""
-    if file.startswith((TORCH, MEMGRAPH, PASSES, "<frozen")):
+    if file.startswith((TORCH, MEMGRAPH, PASSES, "<frozen")) or file in _finders():
         return False
     parts = Path(file).parts
     inside = next((parts[i + 1] for i, part in enumerate(parts[:-1]) if part in PACKAGES), "")
     return inside.removesuffix(".py") not in _beneath() if inside else not file.startswith(STANDARD)
+
+
+@functools.cache
+def _finders() -> frozenset[str]:
+    """Return the files whose code looks for modules, at each import."""
+    kinds = (each if isinstance(each, type) else type(each) for each in sys.meta_path)
+    return frozenset(str(getattr(sys.modules.get(kind.__module__), "__file__", "")) for kind in kinds)
 
 
 @functools.cache

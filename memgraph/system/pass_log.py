@@ -3,14 +3,17 @@
 MEMGRAPH_DEBUG=1   captures and plans, on stderr (level INFO of the logger "memgraph")
 MEMGRAPH_DEBUG=2   and a line for each pass: `optimize          39 decisions, 649216392 bytes at mm_7, 7090 us`
 MEMGRAPH_DEBUG=3   and the decisions behind it
+MEMGRAPH_PLANS=file  a line of JSON for each plan that is about to run, behind those that the file has
 MEMGRAPH_DUMP=dir  dir/1234-0/00-captured.txt, 01-optimize.txt, ...: the step with the best plan behind each pass
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +21,22 @@ from passes import PlanResult
 
 from .user_warning import warn_user
 
-DEBUG, DUMP = "MEMGRAPH_DEBUG", "MEMGRAPH_DUMP"
+DEBUG, DUMP, PLANS = "MEMGRAPH_DEBUG", "MEMGRAPH_DUMP", "MEMGRAPH_PLANS"
 LEVELS = {"1": logging.INFO, "2": logging.DEBUG, "3": logging.DEBUG - 1}
 LOG = logging.getLogger(__name__)
 _searches = itertools.count()
+
+
+def note_plan(facts: Callable[[], dict[str, object]]) -> None:
+    """Write a line of JSON for a plan to the file of the variable, if it is set; warn if that can't be written."""
+    if not (path := os.environ.get(PLANS, "")):
+        return
+    line = json.dumps({"time": round(time.time(), 3), "process": os.getpid(), **facts()}) + "\n"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)  # at once, so that lines of several processes are whole
+    except OSError as error:
+        warn_user(f"{PLANS}={path!r} can't be written: {error.strerror}; plans are not noted")
 
 
 def show_log() -> None:

@@ -12,4 +12,6 @@ expressions       arithmetic on numbers that are known later
 gradients         the gradients that parameters have
 differentiable    tensors through which autograd passes a gradient
 versions          in-place changes since a version was read
+counted_number    a number with which forward counts, and its formula
+state_leaves      the tensors in the state of a parameter, however deep
 """

@@ -13,6 +13,7 @@ import enum
 import io
 import pickle
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,11 +25,13 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from .traced_number import TracedFloat
+from .traced_size import SYMBOLIC
 
 CONSTANTS = (
     types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, range, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
 )  # fmt: skip
+DICTS = dict, OrderedDict
 # Compared by identity; never opened.
 OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
@@ -48,6 +51,7 @@ class Spec:
 
     tree: pytree.TreeSpec
     shells: tuple[Shell | None, ...]  # one per leaf of `tree`
+    keys: tuple[type, ...] = ()  # the types of keys of dicts, as 1 == True, if any is no text
 
     @property
     def leaves(self) -> int:
@@ -65,7 +69,8 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
         shell, parts = (None, [top]) if plain else _open(top)
         shells.append(shell)
         leaves.extend(parts)
-    return leaves, Spec(form, tuple(shells))
+    keys = tuple(_key_types(form))
+    return leaves, Spec(form, tuple(shells), keys if set(keys) - {str} else ())
 
 
 def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
@@ -78,6 +83,15 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
         for shell in spec.shells
     ]
     return _built(spec.tree, iter(tops)) if _has_size(spec.tree) else pytree.tree_unflatten(tops, spec.tree)
+
+
+def _key_types(tree: pytree.TreeSpec) -> Iterator[type]:
+    """Yield the types of the keys of dicts."""
+    if tree.num_nodes > 1:
+        keys = tree.context[1] if tree.type is defaultdict else tree.context if tree.type in DICTS else ()
+        yield from map(type, keys)
+        for child in tree.children():
+            yield from _key_types(child)
 
 
 @lru_cache(1024)
@@ -126,6 +140,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(thing, Tensor) or type(thing) in (float, TracedFloat):
             self.leaves.append(thing)
             return "leaf", len(self.leaves) - 1
+        if type(thing) in SYMBOLIC:
+            raise TypeError("it has a length that is to be any")
         if isinstance(thing, OPAQUE):
             self.named.append(thing)
             return "named", len(self.named) - 1

@@ -27,6 +27,7 @@ FloatPlace = tuple[int, int]  # the part of a call's guard key that has the floa
 FloatValues = Mapping[FloatPlace, float]
 SpecialValue = tuple["NumberNode", float]  # a float, and a value for which autograd has another formula
 
+TAKEN = "an op takes the number itself"
 UNARY = (*SIGNS, "abs")
 PROPERTIES = ("real", "imag", "numerator", "denominator")
 # Every method of a number that is not a plain object's asks for the value; so do these of an object's.
@@ -82,12 +83,12 @@ class NumberTrace:
         """Make sure that an operation has a result of this type whatever its operands are."""
 
     def has_escaped(self) -> bool:
-        """Return True if forward stored a stand-in where it outlives the trace; torch then takes it as no number."""
+        """Return True if forward stored a stand-in where it outlives the trace; that is its number from now on."""
         if any(ref() is not None for ref in self.stand_ins):
             gc.collect()
         escaped = [stand_in for ref in self.stand_ins if (stand_in := ref()) is not None]
         for stand_in in escaped:
-            object.__dict__["__class__"].__set__(stand_in, _EscapedNumber)
+            stand_in.node = NumberNode(stand_in.node.value, stand_in.node.value, ENDED)
         return bool(escaped)
 
 
@@ -171,7 +172,7 @@ class NumberNode:
         return _Equality(self, other.value)
 
     def guard_float(self, file: str, line: int) -> Any:
-        return self.trace.value(self, "an op takes the number itself")
+        return self.trace.value(self, TAKEN)
 
     guard_int = guard_float
 
@@ -221,31 +222,35 @@ class TracedInt(torch.SymInt):
         return int
 
 
-class _EscapedNumber:
-    """A stand-in whose trace is over: an op that is given one raises, as it would for any object."""
+class EndedTrace(NumberTrace):
+    """A trace that is over: what stood for a number in it is that number to Python, and no number to an op."""
 
-    node: NumberNode
+    def value(self, node: NumberNode, reason: str) -> Any:
+        if reason == TAKEN:
+            raise TypeError("a number that forward kept in a trace is none for an op: forward keeps it elsewhere")
+        return node.value
 
-    def __float__(self) -> float:
-        return float(self.node.value)
-
-    def __repr__(self) -> str:
-        return repr(self.node.value)
+    def truth(self, predicate: Operation) -> bool:
+        return bool(evaluate(predicate, {}))
 
 
-STAND_INS = (TracedFloat, TracedInt, _EscapedNumber)
+ENDED = EndedTrace()
+STAND_INS = (TracedFloat, TracedInt)
 
 
 def stand_in(node: NumberNode) -> Any:
-    """Return a stand-in for a number."""
+    """Return a stand-in for a number; in a trace that is over, the number."""
+    if node.trace is ENDED:
+        return node.value
     traced = (TracedFloat if node.is_float() else TracedInt)(node)
     node.trace.stand_ins.append(weakref.ref(traced))
     return traced
 
 
 def is_traced(value: object) -> bool:
-    """Return True for a stand-in."""
-    return type(value) in (TracedFloat, TracedInt)
+    """Return True for a stand-in in a trace."""
+    found: Any = value
+    return type(value) in STAND_INS and found.node.trace is not ENDED
 
 
 def _asks_value(name: str) -> Callable[..., Any]:
@@ -304,15 +309,15 @@ def _are_numbers(self: Any, others: tuple[Any, ...]) -> bool:
     """
     if any(is_traced(other) and other.node.trace is not self.node.trace for other in others):
         raise ValueNeededError("it is computed with a number that is read from a tensor")
-    return all(is_traced(other) or type(other) in (int, float) for other in others)
+    return all(type(other) in (int, float, *STAND_INS) for other in others)
 
 
 def _value(operand: Any) -> Any:
-    return operand.node.value if is_traced(operand) else operand
+    return operand.node.value if type(operand) in STAND_INS else operand
 
 
 def _part(operand: Any) -> Part:
-    part: Part = operand.node.part if is_traced(operand) else operand
+    part: Part = operand.node.part if type(operand) in STAND_INS else operand
     return part
 
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statical
 from torch.utils import _pytree as pytree
 
 Number = Callable[[Any], int]  # from a size of a trace to the number that it is
+SYMBOLIC = SymInt, torch.SymFloat, torch.SymBool
 LEAST = 2  # lengths 0 and 1 broadcast, and make other graphs
 
 
@@ -132,9 +133,9 @@ def with_sizes(arguments: Any) -> Any:
 
 def with_arguments(arguments: Any) -> Any:
     """Return the arguments of a graph node, or a module's result, with symbols written as numbers."""
-    if not any(isinstance(leaf, SymInt) for leaf in pytree.tree_leaves(arguments)):
+    if not any(type(leaf) in SYMBOLIC for leaf in pytree.tree_leaves(arguments)):
         return arguments
-    return pytree.tree_map_only(SymInt, _argument, arguments)
+    return pytree.tree_map(lambda leaf: _argument(leaf) if type(leaf) in SYMBOLIC else leaf, arguments)
 
 
 def _argument(size: Any) -> Any:
@@ -144,5 +145,5 @@ def _argument(size: Any) -> Any:
     if node.expr.is_number:
         return bool(node.expr) if isinstance(size, torch.SymBool) else node.hint
     if not isinstance(size, SymInt):
-        raise SizeNeededError(f"an op takes a number that is computed from it, {node.expr}")
+        raise SizeNeededError(f"a number is computed from it, {node.expr}")
     return SizeArgument(size)

@@ -47,7 +47,7 @@ from . import ops
 from .machine import CAST_WORKSPACE, cast_type
 from .trace import Op, Storage, Trace, type_nbytes
 
-EXTRAS = ("wire", "on")  # fields that are printed only if they are set
+EXTRAS = ("wire", "on", "to")  # fields that are printed only if they are set
 
 
 def _print(self: Any) -> str:
@@ -71,13 +71,14 @@ class Recompute:
 class Offload:
     """Begin to copy `value` to the tier after op `out`, and free it on the device after op `free`.
 
-    With `wire` it is cast to that type for the copy, and so rounded.
+    With `wire` it is cast to that type for the copy, and so rounded.  It goes `to` another tier than the nearest.
     """
 
     value: str
     out: str
     free: str
     wire: str = ""
+    to: str = ""
 
     __str__ = _print
 
@@ -98,13 +99,14 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Leave `value`, an input, on the tier between its reloads.
+    """Leave `value`, an input, on the tier between its reloads, or on the one that `to` names.
 
     States may be updated `on` the host, without a reload.
     """
 
     value: str
     on: str = ""
+    to: str = ""
 
     __str__ = _print
 
@@ -131,7 +133,7 @@ def _parse_decision(line: str) -> Decision:
     if match and (kind := KINDS.get(match[1])):
         facts = dict(fact.split(" ", 1) for fact in (match[3] or "").split(", ") if " " in fact)
         names = [field.name for field in fields(kind)][1:]
-        if list(facts) in (names, [name for name in names if name not in EXTRAS]):
+        if list(facts) == [name for name in names if name in facts or name not in EXTRAS]:
             decision = kind(match[2], **facts)
             if str(decision) == line:
                 return decision
@@ -160,7 +162,8 @@ class _Writer:
         self.trace = trace
         self.redefined: dict[str, Op] = {}  # the newest definition of each value that was redefined
         self.on_tier: dict[str, Op] = {}  # the op that stands for each value on the tier
-        self.streamed = {decision.value: decision.on for decision in plan if isinstance(decision, Stream)}
+        self.streamed = {decision.value: decision for decision in plan if isinstance(decision, Stream)}
+        self.tier = {decision.value: decision.to for decision in plan if isinstance(decision, Offload)}
         self.recomputed: dict[str, int] = {}
         self.reloaded: dict[str, int] = {}
         self.wires: dict[str, str] = {}  # the type of the copy of each value that is cast
@@ -198,7 +201,8 @@ class _Writer:
         new = self._rewritten(op)
         if op.name in self.streamed:
             makes = tuple(Storage(made.name, 0) for made in op.makes)
-            new = replace(new, makes=makes, offloaded=True, on_host=self.streamed[op.name] == HOST)
+            stream = self.streamed[op.name]
+            new = replace(new, makes=makes, offloaded=True, on_host=stream.on == HOST, tier=stream.to)
             self.on_tier[op.name] = new
         self.lines.append(new)
         if new is not op:
@@ -248,7 +252,9 @@ class _Writer:
             nbytes = type_nbytes(wire)
             self._runtime(sent, ops.NARROW, reads, phase, nbytes, type=wire, where=op.where, workspace=CAST_WORKSPACE)
         empty = type.partition("[")[0] + "[0]"
-        self.on_tier[op.name] = self._runtime(ops.offload_name(op.name), ops.OFFLOAD, (sent,), phase, 0, type=empty)
+        self.on_tier[op.name] = self._runtime(
+            ops.offload_name(op.name), ops.OFFLOAD, (sent,), phase, 0, type=empty, tier=self.tier[op.name]
+        )
 
     def _free(self, op: Op, phase: str) -> None:
         sent = ops.narrow_name(op.name) if op.name in self.wires else self._newest(op.name).name
@@ -274,11 +280,13 @@ class _Writer:
 
     def _runtime(
         self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
-        holds: tuple[str, ...] = (), type: str = "", where: str = "", workspace: int = 0,
+        holds: tuple[str, ...] = (), type: str = "", where: str = "", workspace: int = 0, tier: str = "",
     ) -> Op:  # fmt: skip
         makes = () if nbytes is None else (Storage(name, nbytes),)
         holds = holds or tuple(storage.name for storage in makes)
-        return self._add(Op(name, fn, reads, makes, holds, phase, workspace=workspace, type=type, where=where))
+        return self._add(
+            Op(name, fn, reads, makes, holds, phase, workspace=workspace, tier=tier, type=type, where=where)
+        )
 
     def _add(self, op: Op) -> Op:
         self.lines.append(op)

@@ -2,7 +2,7 @@
 
 - A value and a storage are defined once, and before they are read.
 - Forward ops come before backward ops.
-- A value holds only storages that its op makes, or that the values it reads hold.
+- A value holds only storages that its op makes, or that the values it reads hold; an input also those of earlier ones.
 - Outputs have been defined.
 - An offloaded value is not read between `free` and `wait`; after that, only its reloaded copy is.
 - The result of a collective is not read before it has been waited for.
@@ -73,7 +73,7 @@ def _check_names(op: Op, holds: dict[str, tuple[str, ...]], made: set[str]) -> N
         if read not in holds:
             raise BrokenTrace(f"{op.name} reads {read} before it is defined")
     can = {storage.name for storage in op.makes} | {held for read in op.reads for held in holds[read]}
-    if strange := set(op.holds) - can:
+    if strange := set(op.holds) - (can | made if op.is_input else can):
         raise BrokenTrace(f"{op.name} holds {strange.pop()}, which neither it nor what it reads makes")
 
 

@@ -7,7 +7,7 @@ Bytes are ints.  Rates are bytes per microsecond: 1.0 is 1 MB/s, 1000.0 is 1 GB/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 RATES = {  # the measured fields of each part of a machine, and what they are where nothing is measured
@@ -50,6 +50,14 @@ class Link:
     def overhead_us(self, nbytes: int) -> float:
         """Return the microseconds that compute loses to one copy."""
         return self.call_us + self.us_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for values behind the device, by its name and the link to it."""
+
+    name: str
+    link: Link
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,12 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with a budget, and what surrounds it."""
+    """A device with a budget, and what surrounds it.
+
+    Attributes:
+        tier, link: the tier that values go to if a plan names none, and the link to it.
+        behind: the tiers for what that one has no room for, the nearest first.
+    """
 
     budget: int
     device: str = "cpu"
@@ -129,11 +142,26 @@ class Machine:
     cast: Cast = Cast()
     network: Network = Network()
     streaming: Streaming = Streaming()
+    behind: tuple[Tier, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """All tiers that values can be copied to, the nearest first."""
+        return (Tier(self.tier, self.link), *self.behind) if self.link.works else ()
+
+    def link_to(self, tier: str) -> Link:
+        """Return the link to a tier, by its name; empty for the nearest."""
+        return next((each.link for each in self.behind if each.name == tier), self.link)
+
+    @property
+    def joined(self) -> Machine:
+        """The same machine with one tier in place of several, to which no plan copies slower than to those."""
+        return replace(self, link=_joined([each.link for each in self.tiers]), behind=()) if self.behind else self
 
     @property
     def without_tier(self) -> Machine:
         """The same machine, on which nothing can be offloaded."""
-        return replace(self, link=replace(self.link, out=0.0, back=0.0))
+        return replace(self, link=replace(self.link, out=0.0, back=0.0), behind=())
 
     @property
     def nominal(self) -> Machine:
@@ -143,14 +171,16 @@ class Machine:
             "link": link.works, "cast": bool(cast.dtype), "network": network.rate > 0,
             "streaming": streaming.host_update_rate > 0,
         }  # fmt: skip
-        return with_rates(self, [rate * has[part] for part, rates in RATES.items() for rate in rates.values()])
+        known = [rate * has[part] for part, rates in RATES.items() for rate in rates.values()]
+        return with_rates(self, [*known, *(rate for _ in self.behind for rate in RATES["link"].values())])
 
     def __str__(self) -> str:
         link, cast, network, host = self.link, self.cast, self.network, self.streaming.host_update_rate
         return ", ".join(
             (
                 f"{self.device} {self.budget} bytes",
-                f"{self.tier} {link.out:.0f}/{link.back:.0f} MB/s" if link.works else "no tier",
+                *(f"{each.name} {each.link.out:.0f}/{each.link.back:.0f} MB/s" for each in self.tiers),
+                *(["no tier"] * (not link.works)),
                 *([f"updates states at {host:.0f} MB/s"] * (host > 0)),
                 *([f"cast to {cast.dtype} at {cast.out:.0f}/{cast.back:.0f} MB/s"] * bool(cast.dtype)),
                 *([f"net {network.rate:.0f} MB/s after {network.latency_us:.0f} us"] * (network.rate > 0)),
@@ -159,8 +189,9 @@ class Machine:
 
 
 def rates(machine: Machine) -> list[float]:
-    """Return everything that was measured of the machine's speed, in the order of `RATES`."""
-    return [getattr(getattr(machine, part), name) for part, names in RATES.items() for name in names]
+    """Return everything that was measured of the machine's speed, in the order of `RATES`, then of further links."""
+    parts = [getattr(getattr(machine, part), name) for part, names in RATES.items() for name in names]
+    return [*parts, *(getattr(each.link, name) for each in machine.behind for name in RATES["link"])]
 
 
 def with_rates(machine: Machine, measured: Sequence[float]) -> Machine:
@@ -169,7 +200,28 @@ def with_rates(machine: Machine, measured: Sequence[float]) -> Machine:
     parts = {
         part: replace(getattr(machine, part), **{name: next(left) for name in names}) for part, names in RATES.items()
     }
-    return replace(machine, **parts)
+    behind = tuple(replace(each, link=_with_rates(each.link, left)) for each in machine.behind)
+    return replace(machine, behind=behind, **parts)
+
+
+def _with_rates(link: Link, left: Iterator[float]) -> Link:
+    out, back, call_us, us_per_byte = (next(left) for _ in RATES["link"])
+    return replace(link, out=out, back=back, call_us=call_us, us_per_byte=us_per_byte)
+
+
+def _joined(links: Sequence[Link]) -> Link:
+    """Return a link that is idle whenever one of these is, if each copies as many bytes as it can.
+
+    On half-duplex links copies out and back share the time, in a way that differs from link to link: the joined link
+    is as much faster as that may save.
+    """
+    out, back = sum(each.out for each in links), sum(each.back for each in links)
+    spread = sum(max(each.out / out, each.back / back) for each in links)
+    return Link(
+        out * spread, back * spread, max(each.staging for each in links), min(each.call_us for each in links),
+        min(each.us_per_byte for each in links), all(each.half_duplex for each in links),
+        sum(each.capacity for each in links),
+    )  # fmt: skip
 
 
 def cast_type(type: str, dtype: str) -> str:

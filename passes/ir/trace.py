@@ -25,7 +25,7 @@ INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
 OTHER_FORWARDS = "other_forwards"  # an input that stands for the memory of other open forwards
 _INPUTS = frozenset(INPUTS)  # looked up for every op
 FLAGS = ("once", "offloaded", "on_host")
-NOTES = ("makes", "holds", "workspace", "draws", "microbatch", "section", "recomputes")
+NOTES = ("makes", "holds", "workspace", "draws", "tier", "microbatch", "section", "recomputes")
 ITEMSIZE = {
     "f64": 8,
     "f32": 4,
@@ -70,6 +70,7 @@ class Op:
     once: bool = False  # may not run a second time
     offloaded: bool = False  # an input on the tier
     on_host: bool = False  # states on the tier that the host updates, with their parameters
+    tier: str = ""  # that an input is on, or a copy out goes to, if it is not the nearest one
     recomputes: str = ""  # the op that this one runs again
     microbatch: int = 0  # the micro-batch that it works on, from 1
     section: int = 0  # the section that it belongs to, from 1
@@ -91,14 +92,14 @@ class Op:
         """Do what `dataclasses.replace` does, in a fraction of its time."""
         return Op(
             name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.offloaded,
-            self.on_host, recomputes, self.microbatch, self.section, self.type, self.where,
+            self.on_host, self.tier, recomputes, self.microbatch, self.section, self.type, self.where,
         )  # fmt: skip
 
     def priced(self, makes: tuple[Storage, ...], type: str, us: float, workspace: int) -> Op:
         """Return the op with other sizes and prices; as `rewritten`, for time."""
         return Op(
             self.name, self.fn, self.reads, makes, self.holds, self.phase, us, workspace, self.draws, self.once,
-            self.offloaded, self.on_host, self.recomputes, self.microbatch, self.section, type, self.where,
+            self.offloaded, self.on_host, self.tier, self.recomputes, self.microbatch, self.section, type, self.where,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -109,7 +110,7 @@ class Op:
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
         notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["offloaded"] * self.offloaded
-        notes += ["on_host"] * self.on_host
+        notes += ["on_host"] * self.on_host + [f"tier {self.tier}"] * bool(self.tier)
         notes += [f"microbatch {self.microbatch}"] * bool(self.microbatch)
         notes += [f"section {self.section}"] * bool(self.section)
         notes += [f"recomputes {self.recomputes}"] * bool(self.recomputes) + [f"at {self.where}"] * bool(self.where)
@@ -223,8 +224,8 @@ def _parse_op(line: str, phase: str) -> Op:
         name=match["name"], fn=match["fn"], reads=tuple(_names(match["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
         once=bool(facts["once"]), offloaded=bool(facts["offloaded"]), on_host=bool(facts["on_host"]),
-        recomputes=facts["recomputes"], microbatch=int(facts["microbatch"] or 0), section=int(facts["section"] or 0),
-        type=facts["type"], where=where,
+        tier=facts["tier"], recomputes=facts["recomputes"], microbatch=int(facts["microbatch"] or 0),
+        section=int(facts["section"] or 0), type=facts["type"], where=where,
     )  # fmt: skip
 
 

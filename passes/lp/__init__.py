@@ -7,8 +7,9 @@ model             the mathematics, and the rows for availability
 memory_rows       the bytes at an op fit the budget
 bandwidth_rows    the bytes that a link carries by an op
 state_rows        offloaded state: its bytes, its copies, its updates
-occupancy         the bytes that a solution has at every op
 relax             solve, adding rows that are broken
 rounding          solution -> placements
 solver            HiGHS
+linear_program    a linear program: columns and rows
+verify_bound      derive a bound from dual values of the linear program, without a solver and in exact arithmetic
 """

@@ -279,4 +279,4 @@ class PlanProblem:
 
 def proven_nbytes(trace: Trace, machine: Machine) -> int:
     """Return bytes that every plan needs."""
-    return PlanProblem(ReuseGaps(trace), machine).least_nbytes
+    return PlanProblem(ReuseGaps(trace), machine.joined).least_nbytes

@@ -31,7 +31,7 @@ def proven_us(trace: Trace, machine: Machine, proof: BoundProof) -> float:
     Raises:
         ValueError: the proof is of another program.
     """
-    problem, program = PlanProblem(ReuseGaps(trace), machine), LinearProgram()
+    problem, program = PlanProblem(ReuseGaps(trace), machine.joined), LinearProgram()
     rows = PlanRows(program, problem, machine.budget)
     for kind, position in proof.added:
         if not 0 <= position < problem.size:

@@ -33,6 +33,19 @@ from .comm_order import place_collectives
 from .early_updates import update_early
 
 
+def orders(trace: Trace, machine: Machine) -> tuple[Trace, ...]:
+    """Return the orders of a step in which plans are searched for, each if nothing fits in those before.
+
+    Section by section, parameters that are streamed are reloaded least often.  Collectives that end at once need the
+    fewest bytes, whatever overlap was measured: so the smallest budget does not depend on it.
+    """
+    found: list[Trace] = []
+    for order in (order_by_section(trace, machine), trace):
+        for each in (order, place_collectives(order, at_once=True)):
+            found += [each] * (each not in found)
+    return tuple(found)
+
+
 def order_by_section(trace: Trace, machine: Machine) -> Trace:
     """Return the step section by section; unchanged if it has no micro-batches, or one section is enough."""
     numbers = tuple(sorted({op.microbatch for op in trace.ops} - {0}))

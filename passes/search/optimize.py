@@ -4,12 +4,26 @@
 
 Searches become wider and wider: each leaves more columns of the program free.  The first one that finds a plan near its
 bound is the last.
+
+Improve a plan that fits, one storage at a time: change its placement, if the step is faster then and still fits.
+
+    {a: RECOMPUTE, b: OFFLOAD, c: OFFLOAD}   ->   {a: RECOMPUTE, b: RECOMPUTE, c: KEEP}, where c fits
+
+First come the placements that the linear program leans to, as long as that helps.  Then what is not kept
+is kept, or placed otherwise.  Each try is simulated, which counts what the program does not: copies that wait for each
+other.
+
+Search for a plan alone where ops read offloaded state, as proofs take most of the work there.
+
+293 million parameters beside a disk   ->   one program in which recomputations pay for the reloads that they need
+                                            one in which besides only state is offloaded, so that the disk carries
+                                            no activations; the better plan wins
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,17 +32,15 @@ from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
 from ..lp.linear_program import INFINITY
-from ..lp.problem import PlanProblem
+from ..lp.problem import PlanProblem, StorageVar
 from ..lp.relax import Relaxed, relax
 from ..lp.rounding import lp_preferences
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
 from ..simulate.bound_proof import BoundProofs
 from ..simulate.plan_result import Proposal, SearchInterrupted
-from .local_search import PlacementSwap, local_search
-from .rounding_search import RoundingSearch
-from .state_search import plan_with_state
-from .work import PROVING, RELAXING, WorkLimits
+from .rounding_search import RepairLimits, RoundingSearch
+from .work import AIMING, PROVING, RELAXING, WorkLimits
 
 LARGE = 5_000  # columns: with more, a search with none fixed takes too long
 # Thresholds as shares of the step.  First the columns between their ends are rounded, which is mostly enough.  Plans of
@@ -37,6 +49,9 @@ THRESHOLDS = (-INFINITY, 1e-4, INFINITY)
 THRESHOLDS_OF_LARGE = (-INFINITY, 1e-4, 5e-4, 1e-3)
 POLISHED = 200_000  # ops that local search may simulate
 STREAMED = 4  # times fewer, where state is offloaded: most of what can be won there are the times of copies
+PlacementSwap = tuple[str, Placement]  # a storage, and its new placement
+ROUNDS = 2  # of rows of backward: solutions of more are rounded no better
+REPAIR = RepairLimits(only_last=True, simulated=400_000)  # the greedy pass takes longer than all else
 
 
 def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -202,3 +217,101 @@ class Optimizer:
         other = Optimizer(problem, self.until, self.work.smaller)
         self.no_offload_us = other.run().any_us
         return [other.incumbent.rounded] if other.incumbent.rounded else []
+
+
+def local_search(
+    problem: PlanProblem, start: Candidate, tries: int, until: float, preferences: Sequence[PlacementSwap] = ()
+) -> Candidate:
+    """Return the plan after so many tries, or after those before `until`, as `time.monotonic` has it."""
+    search = _LocalSearch(problem, start, tries, until)
+    while preferences and search.take(preferences):
+        """What did not fit may fit now."""
+    search.take(_swaps(problem, start))
+    return search.candidate
+
+
+class _LocalSearch:
+    """The best plan so far, and the swaps that failed since it was found."""
+
+    def __init__(self, problem: PlanProblem, start: Candidate, tries: int, until: float) -> None:
+        self.problem, self.candidate, self.tries, self.until = problem, start, tries, until
+        self.failed: set[PlacementSwap] = set()
+
+    def take(self, swaps: Iterable[PlacementSwap]) -> bool:
+        """Try swaps in their order; return True if one helped."""
+        before = self.candidate
+        for storage, placement in swaps:
+            if self.tries <= 0 or time.monotonic() >= self.until:
+                return False
+            is_new = self.candidate.placements.get(storage, Placement.KEEP) is not placement
+            if is_new and (storage, placement) not in self.failed:
+                self.tries -= 1
+                self._try(storage, placement)
+        return self.candidate is not before
+
+    def _try(self, storage: str, placement: Placement) -> None:
+        machine = self.problem.machine
+        new = make_candidate(self.problem.gaps, machine, self.candidate.placements | {storage: placement})
+        if new.forecast.us < self.candidate.forecast.us and new.peak <= machine.budget:
+            self.candidate = new
+            self.failed.clear()
+        else:
+            self.failed.add((storage, placement))
+
+
+def _swaps(problem: PlanProblem, candidate: Candidate) -> Iterator[PlacementSwap]:
+    """Yield the other placements of the storages that are not kept, the largest first."""
+    placements = candidate.placements
+    movable = [each for each in problem.storages if placements.get(each.storage, Placement.KEEP) is not Placement.KEEP]
+    for each in sorted(movable, key=lambda each: (-each.nbytes, each.storage)):
+        for placement in _placements(problem, each):
+            yield each.storage, placement
+
+
+def _placements(problem: PlanProblem, storage: StorageVar) -> Iterator[Placement]:
+    yield Placement.KEEP
+    if not problem.producers[storage.producer].runs_once:
+        yield Placement.RECOMPUTE
+    if storage.can_offload:
+        yield Placement.OFFLOAD
+    if storage.wire_nbytes:
+        yield Placement.CAST_OFFLOAD
+
+
+def plan_with_state(search: RoundingSearch, work: WorkLimits, threshold: float) -> Candidate | None:
+    """Return the better plan of two searches that prove nothing; None if neither finds one.
+
+    The better search goes on with columns free that cost less than `threshold` to change.  If neither has a plan, the
+    greedy pass repairs what they have.
+    """
+    searches: list[RoundingSearch] = []
+    for offloads_activations in (True, False):
+        if time.monotonic() >= search.until or (searches and searches[0].incumbent.is_near()):
+            break
+        problem = replace(search.problem, offloads_activations=offloads_activations)
+        limits = replace(work, relax=AIMING[offloads_activations] * work.total)
+        other = RoundingSearch(problem, search.until, limits, REPAIR)
+        if _aim(other):
+            searches.append(other)
+    planned = [(each.incumbent.rounded.forecast.us, i) for i, each in enumerate(searches) if each.incumbent.rounded]
+    if planned:
+        best = searches[min(planned)[1]]
+        if not best.incumbent.is_near() and not best.model.lp.out_of_work:
+            best.round(threshold, last=False)
+        return best.incumbent.rounded
+    for each in reversed(searches):
+        each.round(-INFINITY, last=True)  # with repairs
+        if each.incumbent.rounded:
+            return each.incumbent.rounded
+    return None
+
+
+def _aim(search: RoundingSearch) -> bool:
+    """Solve a program in few rounds, and round once; return True if it has a solution."""
+    if not search.charge_reloads():
+        return False
+    relaxed = search.start(search.work.relax, ROUNDS)
+    if relaxed is None or relaxed.out_of_work:
+        return False
+    search.round(-INFINITY, last=False)
+    return True

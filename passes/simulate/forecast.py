@@ -4,8 +4,8 @@
 
 Bytes: what is live before an op, what it makes, and its workspace; the staging of copies throughout, if there are any.
 
-Time: compute runs the ops one after the other, casts included.  The queues `out` and `back` carry copies, and `net`
-collectives, each first in, first out.  On a half-duplex link `out` and `back` are one queue.  `free`, `wait`, `reduced`
+Time: compute runs the ops one after the other, casts included.  The queues `out` and `back` of each tier carry copies,
+and `net` collectives, each first in, first out.  On a half-duplex link both are one queue.  `free`, `wait`, `reduced`
 and `gathered` make compute wait for their copy or collective.  What that takes of compute itself (`Link.overhead_us`,
 `Network.interference`) is charged where it begins.
 
@@ -17,6 +17,7 @@ offloaded while the next ops run.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +27,7 @@ from ..ir import ops
 from ..ir.arrays import Ints
 from ..ir.liveness import Lifetime, Span, lifetimes, spans
 from ..ir.machine import Machine
-from ..ir.ops import FREE, GATHER, GATHERED, OFFLOAD, REDUCE_SCATTER, REDUCED, WAIT, is_runtime, sent_nbytes
+from ..ir.ops import FREE, GATHER, GATHERED, OFFLOAD, REDUCE_SCATTER, REDUCED, RELOAD, WAIT, is_runtime, sent_nbytes
 from ..ir.trace import Op, Trace, type_nbytes
 
 KINDS = (
@@ -46,12 +47,14 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy or a collective: its value, its queue ("out", "back" or "net"), its begin and its end in microseconds."""
+    """A copy or a collective: its value, its queue ("out", "back" or "net"), its begin and its end in microseconds, and
+    its tier, if that is not the nearest."""
 
     value: str
     queue: str
     begin: float
     end: float
+    tier: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,9 @@ class Forecast:
     begins: tuple[float, ...]  # microseconds at which each op begins
     us: float
     copies: tuple[Copy, ...]
+
+    def __repr__(self) -> str:
+        return f"<Forecast: {len(self.trace.ops)} ops, peak {self.peak} bytes, {self.us:.1f} us>"
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -98,8 +104,9 @@ class Forecast:
 
     @property
     def staging(self) -> int:
-        """Return the bytes that copies are staged in: 0 if there are none."""
-        return self.machine.link.staging if any(copy.queue != "net" for copy in self.copies) else 0
+        """Return the bytes that copies are staged in: 0 if there are none.  Those to a tier that is full go farther."""
+        links = [tier.link for tier in self.machine.tiers] or [self.machine.link]
+        return max(link.staging for link in links) if any(copy.queue != "net" for copy in self.copies) else 0
 
     @cached_property
     def peak_index(self) -> int:
@@ -153,22 +160,28 @@ def _workspaces(trace: Trace, machine: Machine) -> Ints:
     return nbytes
 
 
-def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
-    """Return the bytes that an update reloads, and those that it offloads.
+def tier_of(trace: Trace, op: Op) -> str:
+    """Return the tier of a copy, or of an input; empty for the nearest."""
+    return trace.op[op.reads[0]].tier if op.fn == RELOAD else op.tier
+
+
+def update_nbytes(trace: Trace, op: Op) -> dict[str, tuple[int, int]]:
+    """Map each tier to the bytes that an update reloads from there, and those that it offloads there.
 
     On the device it reloads all that is offloaded, and offloads what it has written.  On the host it is the other way
     round: it offloads all that is on the device, and reloads what it has written.
     """
-    back, out, on_host = 0, 0, False
+    found, on_host = dict[str, tuple[int, int]](), False
     for read in map(trace.op.__getitem__, op.reads):
         on_host = read.on_host if read.fn == "state" else on_host  # with the parameter and the gradient behind it
         offloaded, written = read.offloaded or read.fn == OFFLOAD, read.fn in ("parameter", "state")
         nbytes = max(0, type_nbytes((trace.op[read.reads[0]] if read.fn == OFFLOAD else read).type))
-        if offloaded and not on_host:
-            back, out = back + nbytes, out + nbytes * written
-        elif on_host and not offloaded:
-            back, out = back + nbytes * written, out + nbytes
-    return back, out
+        if offloaded == on_host or not nbytes:
+            continue
+        back, out = found.get(read.tier, (0, 0))
+        more = (nbytes * written, nbytes) if on_host else (nbytes, nbytes * written)
+        found[read.tier] = back + more[0], out + more[1]
+    return found
 
 
 def host_update_us(trace: Trace, op: Op, machine: Machine) -> float:
@@ -201,16 +214,12 @@ class Queues:
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace, self.machine = trace, machine
-        self.rate = {
-            "out": machine.link.out or 1.0,
-            "back": machine.link.back or 1.0,
-            "net": machine.network.rate or math.inf,
-        }
-        self.idle = dict.fromkeys(self.rate, 0.0)
+        self.links = {"": machine.link, **{tier.name: tier.link for tier in machine.behind}}
+        self.idle: dict[tuple[str, str], float] = defaultdict(float)  # since when, by queue and tier
         self.ends: dict[str, float] = {}
         self.copies: list[Copy] = []
         self.written = 0.0  # when the last update has been offloaded
-        self.updates = [op for op in trace.ops if op.phase == "update" and any(update_nbytes(trace, op))]
+        self.updates = [op for op in trace.ops if op.phase == "update" and update_nbytes(trace, op)]
         self.filled: float | None = None  # when the first windows of the next update have been reloaded
 
     def run(self, now: float, op: Op) -> float:
@@ -218,52 +227,63 @@ class Queues:
         machine, trace = self.machine, self.trace
         match op.fn:
             case ops.OFFLOAD:
-                return self.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
+                return self.copy(now, op, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
             case ops.RELOAD:
-                return self.send(now, op.name, "back", op.nbytes)
+                return self.copy(now, op, "back", op.nbytes)
             case ops.NARROW:
                 return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.cast.out or 1.0)
             case ops.WIDEN:
                 return now + op.nbytes / (machine.cast.back or 1.0)
             case _ if op.fn in (REDUCE_SCATTER, GATHER):
-                return self.send(now, op.name, "net", sent_nbytes(trace, op))
+                return self.exchange(now, op)
             case _ if op.fn in (FREE, WAIT, REDUCED, GATHERED):
                 return max(now, self.ends[op.reads[0]])
             case _:
                 return self.update(now, op) if op.phase == "update" else now + op.us
 
-    def send(self, now: float, value: str, queue: str, nbytes: int) -> float:
-        """Put a copy into its queue, and return when the next op begins."""
-        begin = max(now, self.idle[queue])
-        latency = self.machine.network.latency_us if queue == "net" else 0.0
-        end = self.ends[value] = self._carry(queue, begin + latency, nbytes)
-        self.copies.append(Copy(value, queue, begin, end))
-        if queue == "net":
-            return now + min(self.machine.network.interference, 1.0) * (end - begin)
-        return now + self.machine.link.overhead_us(nbytes)
+    def copy(self, now: float, op: Op, queue: str, nbytes: int) -> float:
+        """Begin a copy to a tier or from it, and return when the next op begins."""
+        tier = tier_of(self.trace, op)
+        begin = max(now, self.idle[queue, tier])
+        end = self.ends[op.name] = self._carry(tier, queue, begin, nbytes)
+        self.copies.append(Copy(op.name, queue, begin, end, tier))
+        return now + self.links[tier].overhead_us(nbytes)
+
+    def exchange(self, now: float, op: Op) -> float:
+        """Begin a collective, and return when the next op begins."""
+        network, begin = self.machine.network, max(now, self.idle["net", ""])
+        took = network.latency_us + sent_nbytes(self.trace, op) / (network.rate or math.inf)
+        end = self.ends[op.name] = self.idle["net", ""] = begin + took
+        self.copies.append(Copy(op.name, "net", begin, end))
+        return now + min(network.interference, 1.0) * (end - begin)
 
     def update(self, now: float, op: Op) -> float:
-        """Run an update, in windows if some of it is offloaded, and return when the next op begins."""
-        back, out = update_nbytes(self.trace, op)
+        """Run an update, in windows if some of it is offloaded, and return when the next one begins."""
+        copied = update_nbytes(self.trace, op)
         host_us = host_update_us(self.trace, op, self.machine)
-        if not back + out:
+        if not copied:
             return now + max(op.us, host_us)
-        begin = max(now, self.idle["back"]) if self.machine.link.half_duplex else now
         early = staged_share(self.trace, op, self.machine)
         compute, reloaded = (now, 0.0) if self.filled is None else (max(now, self.filled), early)
-        end = self._carry("out", self._carry("back", begin, (1 - reloaded) * back), (1 - early) * out)
+        end = 0.0
+        for tier, (back, out) in copied.items():
+            begin = max(now, self.idle["back", tier]) if self.links[tier].half_duplex else now
+            arrived = self._carry(tier, "back", begin, (1 - reloaded) * back)
+            end = max(end, self._carry(tier, "out", arrived, (1 - early) * out))
         now = max(compute + op.us, end, now + host_us)
-        self.written = self._carry("out", max(now, end), early * out)
+        self.written = max(self._carry(tier, "out", max(now, end), early * out) for tier, (_, out) in copied.items())
         self.updates.pop(0)
         if self.updates and self.machine.streaming.update_staging:
             following = self.updates[0]
             share = staged_share(self.trace, following, self.machine)
-            self.filled = self._carry("back", self.written, share * update_nbytes(self.trace, following)[0])
+            reads = update_nbytes(self.trace, following).items()
+            self.filled = max(self._carry(tier, "back", self.written, share * back) for tier, (back, _) in reads)
         return now
 
-    def _carry(self, queue: str, begin: float, nbytes: float) -> float:
+    def _carry(self, tier: str, queue: str, begin: float, nbytes: float) -> float:
         """Carry bytes from `begin` on, and return when they have arrived."""
-        end = begin + nbytes / self.rate[queue]
-        for name in ("out", "back") if self.machine.link.half_duplex and queue != "net" else (queue,):
-            self.idle[name] = max(self.idle[name], end)
+        link = self.links[tier]
+        end = begin + nbytes / ((link.out if queue == "out" else link.back) or 1.0)
+        for name in ("out", "back") if link.half_duplex else (queue,):
+            self.idle[name, tier] = max(self.idle[name, tier], end)
         return end

@@ -85,6 +85,9 @@ class PlanResult:
     proofs: BoundProofs = NO_PROOFS
     others: LeastTimes | None = None
 
+    def __repr__(self) -> str:
+        return f"<PlanResult: {len(self.plan)} decisions, {self.forecast!r}>"
+
     @property
     def least(self) -> LeastTimes:
         """Return the microseconds of a step in these slices that no plan of each class goes below."""

@@ -4,7 +4,6 @@ places             the place of each op in the order of forward
 interval_costs     time and memory of every interval of places at once
 cut                the intervals that make the slowest stage as fast as can be
 owned_cut          where stages begin in another call, once each has its parameters
-partition          the same without budgets, by bisection
 makespan           a lower bound of the time of a mini-batch
 action             one thing that a rank runs
 pipeline_schedule  the order in which ranks run their micro-batches

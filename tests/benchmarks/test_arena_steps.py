@@ -9,6 +9,7 @@ from benchmarks import arena_steps
 from benchmarks.blocks import SHAPES
 
 
+@pytest.mark.long
 def test_each_share_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_steps, "SHARES", (0.9, 0.01))
     found = list(arena_steps.rows(torch.device("cpu"), {"toy": SHAPES["gpt2-xl"].toy()}, laps=1))

@@ -22,8 +22,8 @@ from benchmarks.zoo.architectures import ARCHITECTURES
 from memgraph.errors import CaptureError
 from memgraph.fit.device_profile import read_profile
 from memgraph.report.repeatability import UNREPEATABLE
-from memgraph.runtime.backward_thread import _Call, run_in_backward
-from memgraph.runtime.caller_stream import wait_at_end
+from memgraph.runtime.autograd_function import wait_at_end
+from memgraph.runtime.cuda_graphs import _Call, run_in_backward
 
 pytestmark = pytest.mark.fake_cuda
 CUDA = torch.device("cuda", 0)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from memgraph.graph.halves.direct_calls import DirectCode
-from memgraph.profile.request_log import RequestLog
-from memgraph.runtime.arena import ArenaBlock, StepArena, _held_nbytes, _hold
+from memgraph.runtime.arena import ArenaBlock, RequestLog, StepArena, _held_nbytes, _hold
 from passes.simulate.spacers import Event, guide
 
 pytestmark = pytest.mark.fake_cuda

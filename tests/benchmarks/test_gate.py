@@ -19,6 +19,7 @@ def found(case: str) -> Figures:
     return planned(case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", cases())
 def test_no_figure_is_worse_than_the_kept_one(case: str) -> None:
     assert list(complaints(case, read()[case], found(case))) == []

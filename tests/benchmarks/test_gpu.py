@@ -24,6 +24,7 @@ from benchmarks.whole import RULE
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it takes minutes")
 def test_it_measures_prints_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,6 +68,7 @@ def test_a_way_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch
     assert [row.why for row in found] == ["RuntimeError: CUDA out of memory"] * len(ways(CPU))
 
 
+@pytest.mark.long
 def test_what_is_compiled_on_a_gpu_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a compiler that generates no code, but divides the step as Inductor does."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))

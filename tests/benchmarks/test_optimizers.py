@@ -34,6 +34,7 @@ def test_a_result_that_differs_or_is_over_its_budget_is_said() -> None:
     assert row.cell("1") == "none: from 1.50"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux" or compiler() is None, reason="the second meter is a library of C that stands before glibc"
 )

@@ -150,6 +150,7 @@ def test_other_settings_and_peers_that_did_not_run_are_not_drawn() -> None:
     assert ElementTree.fromstring(svg([])) is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_plot_is_readable_at_1280_pixels(tmp_path: Path, scheme: str) -> None:
     path = tmp_path / "plot.svg"
@@ -215,6 +216,7 @@ def test_a_checkpoint_of_each_block_changes_no_bit_and_is_called(name: str) -> N
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True) if None not in pair)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter wants a C compiler")
 def test_a_run_counts_every_way_and_memgraph_stays_within_the_peak_beside_it() -> None:
     rows = beside("tiny", Model(partial(LSTM, 3, 64), partial(tokens, 8, 64), nn.LSTM), WAYS[:3], rounds=3, threads=1)

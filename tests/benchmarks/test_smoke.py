@@ -42,6 +42,7 @@ def test_on_a_cpu_no_case_is_asked_for_what_it_has_not() -> None:
     assert {*smoke._cases("A GPU")} - {*smoke._cases("cpu")} == {"recording"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_it_says_so_in_a_line() -> None:
     found = subprocess.run(
@@ -51,6 +52,7 @@ def test_without_a_cuda_device_it_says_so_in_a_line() -> None:
     assert found.stderr.startswith("the smoke wants a CUDA device, and the torch of ") and found.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_crash_and_a_hang_are_lines_and_take_no_other_case_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +191,7 @@ def _run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _run_at_import(node)
 
 
+@pytest.mark.long
 def test_a_case_compares_buffers_and_bytes_with_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert norms(CPU).endswith("bits as eager's")
     report = SimpleNamespace(measured=5, peak=5, budget=5)

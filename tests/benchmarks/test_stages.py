@@ -108,6 +108,7 @@ def test_a_unit_gets_no_more_time_than_its_stage_has(log: Log) -> None:
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.long
 def test_a_unit_that_the_end_of_its_stage_has_cut_runs_again_with_all_of_its_time(
     log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +274,7 @@ def test_every_stage_ends_within_nine_minutes_and_its_commands_exist() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_a_stage_says_so_in_a_line() -> None:
     command = [sys.executable, "-m", "benchmarks.stages", "smoke"]

@@ -37,6 +37,7 @@ class Counter:
         raise ValueError(f"at {self.now}")
 
 
+@pytest.mark.long
 def test_a_side_lives_in_a_process_of_its_own_and_its_errors_come_back() -> None:
     with Side(Counter, 3) as side:
         (four, there), (six, again) = side.do("add", 1), side.do("add", 2)

@@ -30,6 +30,7 @@ def test_the_versions_are_those_that_memgraph_says_it_works_with() -> None:
     assert versions.VERSIONS == TESTED
 
 
+@pytest.mark.long
 def test_a_row_counts_what_passed_failed_and_is_known_to_fail(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     row = versions.tested(Path(sys.executable), [str(tmp_path / "test_some.py")], time.monotonic() + 300)
@@ -38,6 +39,7 @@ def test_a_row_counts_what_passed_failed_and_is_known_to_fail(tmp_path: Path) ->
     assert len(str(row).split()) == len(versions.HEADER.split())
 
 
+@pytest.mark.long
 def test_a_crash_is_a_failure_and_tests_that_had_no_time_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("import os\ndef test_crashes(): os.abort()")
     given = Path(sys.executable), [str(tmp_path / "test_some.py")]

@@ -53,6 +53,7 @@ def test_a_loss_that_is_kept_after_backward_does_not_keep_the_batch(place: int) 
             loss.backward()
 
 
+@pytest.mark.long
 def test_double_backward_is_refused_with_the_reason(fate: Placement) -> None:
     module, compiled = fresh()
     x = batch().requires_grad_()
@@ -65,6 +66,7 @@ def test_double_backward_is_refused_with_the_reason(fate: Placement) -> None:
     assert_next_step_right(module, compiled)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["input", "weight", "bias of a norm"])
 def test_what_backward_needs_may_not_be_changed_before_it(fate: Placement, what: str) -> None:
     module, compiled = fresh()

@@ -225,6 +225,7 @@ class InPlace(nn.Module):
         return read * x
 
 
+@pytest.mark.long
 @tight
 @pytest.mark.parametrize("slices", [False, True], ids=["a whole tensor", "a slice of one"])
 @pytest.mark.parametrize("way", ["first layer", "a view", "returned", "without autograd", "with a parameter"])

@@ -54,6 +54,7 @@ def test_a_compiled_sequential_is_a_sequence() -> None:
     assert nn.ReLU() not in compiled
 
 
+@pytest.mark.long
 def test_a_layer_that_is_replaced_by_its_place_is_planned_anew() -> None:
     compiled: Any = memgraph.compile(sequence(), ROOM)
     compiled(torch.ones(3, 4))

@@ -46,20 +46,24 @@ def assert_within(folder: Path, names: list[str], *options: str) -> list[Counted
     return rows
 
 
+@pytest.mark.long
 def test_every_step_of_every_model_is_within_its_budget(tmp_path: Path) -> None:
     models = (*OUTPUTS, *CASES[len(OUTPUTS) :], *BESIDE)
     assert_within(tmp_path, [f"{case.name}:0.6" for case in models], "--time-limit", "0.5")
 
 
+@pytest.mark.long
 def test_with_an_optimizer_the_update_is_within_it_too(tmp_path: Path) -> None:
     assert_within(tmp_path, ["mobilenet:0.7", "mlp:0.7"], "--time-limit", "0.5", "--optimizer")
 
 
+@pytest.mark.long
 def test_calls_that_add_to_gradients_are_within_it_too(tmp_path: Path) -> None:
     names = ["gpt2:0.15", "llama:0.2", "tied:0.1"]  # at which gradients are on disk
     assert_within(tmp_path, names, "--time-limit", "0.5", "--optimizer", "--calls", "2")
 
 
+@pytest.mark.long
 def test_with_compiled_halves_every_step_is_within_its_budget_too(tmp_path: Path) -> None:
     names = ["queue:0.6", "tied:0.6"]  # of the first, the loss is one of several outputs
     assert all(row.regions for row in assert_within(tmp_path, names, "--time-limit", "0.5", "--regions"))
@@ -80,6 +84,7 @@ def assert_modules_within(folder: Path, first: int, last: int) -> None:
     assert not [row for row in rows if row.counted > row.forecast and not row.beyond]
 
 
+@pytest.mark.long
 def test_every_step_of_random_modules_is_within_its_budget(tmp_path: Path) -> None:
     assert_modules_within(tmp_path, 0, 30)
 
@@ -90,6 +95,7 @@ def test_so_it_is_of_all_others(tmp_path: Path, first: int) -> None:
     assert_modules_within(tmp_path, first, min(first + 97, 2000))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["plain", "adam"])
 def test_every_call_that_is_planned_is_within_the_smallest_budget(tmp_path: Path, optimizer: str) -> None:
     rows = [CountedCall(**json.loads(line)) for line in children(tmp_path, optimizer, of=PLANNING)]
@@ -97,6 +103,7 @@ def test_every_call_that_is_planned_is_within_the_smallest_budget(tmp_path: Path
     assert max(row.counted for row in rows) == rows[0].budget  # the last bytes are needed
 
 
+@pytest.mark.long
 def test_the_second_meter_counts_to_the_byte_in_all_threads(tmp_path: Path) -> None:
     assert children(tmp_path, of="tests.end_to_end.test_counted") == ["1000 3000 0", "512 1536 512"]
 

@@ -22,6 +22,7 @@ from tests.support.forced_plans import given_up
 PLACES = [(0.0, RuntimeError), (0.3, KeyboardInterrupt), (0.6, RuntimeError), (1.0, KeyboardInterrupt)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_what_is_raised_in_mid_step_comes_out_and_the_next_step_is_right(fate: Placement, half: str) -> None:
     module, compiled = fresh(Running)
@@ -38,6 +39,7 @@ def test_what_is_raised_in_mid_step_comes_out_and_the_next_step_is_right(fate: P
     assert open_files() <= files + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_what_is_raised_while_the_first_step_is_measured_leaves_no_profiler_behind(fate: Placement, half: str) -> None:
     module, compiled = fresh()

@@ -88,6 +88,7 @@ def test_a_child_does_not_go_on_with_what_its_parent_has_begun() -> None:
     assert agree(module, ours, 1)
 
 
+@pytest.mark.long
 def test_what_lives_far_is_trained_apart() -> None:
     twins = Twins()
     twins.train(2)
@@ -104,6 +105,7 @@ def test_what_lives_far_is_trained_apart() -> None:
     twins.train(1)
 
 
+@pytest.mark.long
 def test_a_child_trains_though_its_parent_was_on_fake_tensors_before_its_first_backward() -> None:
     """A CUDA build of torch believes in a device from then on, where there is none."""
     ran = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -22,6 +22,7 @@ from tests.support.windowed_training import OPTIMIZERS as ALL_OPTIMIZERS
 pytestmark = pytest.mark.usefixtures("small_windows")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("budget", ["room", "tight"])
 def test_training_is_the_plain_one(kind: str, budget: str) -> None:
@@ -33,6 +34,7 @@ def test_training_is_the_plain_one(kind: str, budget: str) -> None:
         assert bool(streams(twins.model)) == (budget == "tight")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["SGD nesterov", "SGD foreach", "AdamW fused amsgrad", "RMSprop foreach", "RAdam", "ASGD"]
 )
@@ -40,6 +42,7 @@ def test_whatever_way_the_optimizer_has(name: str) -> None:
     steps(fused(kind=None, optimizer=lambda model: ALL_OPTIMIZERS[name](model.parameters()), budget=ROOM), 7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_peak_falls_by_the_gradients(kind: str) -> None:
     """All but one of them, and what updates of others would take meanwhile."""
@@ -90,6 +93,7 @@ class Shared(nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["room", "everything again"])
 @pytest.mark.parametrize("make", [Shared, chain, partial(chain, 4, partial(nn.BatchNorm1d, 256))])
 def test_models(make: Callable[[], nn.Module], plan: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.support.compare import ROOM, Fact, assert_alike, batch, both, tight
 from tests.support.models import Net, Running
 
 
+@pytest.mark.long
 @both
 def test_hooks_of_parameters_see_and_change_the_gradient() -> None:
     def loop(model: Any) -> list[Fact]:

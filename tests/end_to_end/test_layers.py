@@ -25,6 +25,7 @@ def test_reparametrized_weights_train() -> None:
     assert_alike(steps, make)
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize(
     "options",

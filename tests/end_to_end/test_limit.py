@@ -11,6 +11,7 @@ from benchmarks.limit import run_child
 LAYERS, BATCH, BUDGET = 4, 16, 360_000_000
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux only")
 def test_eager_dies_of_a_limit_under_which_memgraph_finishes() -> None:
     code, last = run_child("eager", LAYERS, BATCH, BUDGET)

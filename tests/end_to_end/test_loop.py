@@ -13,6 +13,7 @@ from tests.support.compare import ROOM, Fact, assert_alike, batch, both, steps, 
 from tests.support.models import Function, Net, Running
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("kind_of", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_ordinary_loop_is_bit_equal(kind_of: Any) -> None:
@@ -57,6 +58,7 @@ def test_asking_for_an_optimizer_that_was_not_given_says_so() -> None:
         _ = memgraph.compile(Net(), ROOM).optimizer
 
 
+@pytest.mark.long
 @both
 def test_several_backwards_accumulate() -> None:
     def loop(model: Any) -> list[Fact]:
@@ -80,6 +82,7 @@ def test_zero_grad_between_steps(to_none: bool) -> None:
     assert_alike(loop)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_between_forward_and_backward(first: bool, to_none: bool) -> None:

@@ -22,6 +22,7 @@ def test_autocast_to_bfloat16(make: Any) -> None:
     assert_alike(cast, make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Running, Plain])
 def test_autocast_to_bfloat16_when_all_is_given_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "make_plan", all_given_up)
@@ -69,6 +70,7 @@ def test_a_scaled_loss() -> None:
     assert_alike(loop)
 
 
+@pytest.mark.long
 @tight
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any) -> None:

@@ -53,6 +53,7 @@ def test_a_folder_that_can_not_be_written_is_refused_by_name(tmp_path: Path, mon
     assert open_files() <= before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("spilling")
 def test_a_full_disk_is_an_error_of_the_first_call_and_the_call_after_it_is_emptied_works() -> None:
     module, compiled = fresh()

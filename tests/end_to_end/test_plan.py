@@ -78,6 +78,7 @@ def heavy() -> nn.Module:
 SECOND = "autograd, and not the graph, adds to the gradients that are there, so that there is a second set of them"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [
     "plain",
     "hook",
@@ -118,6 +119,7 @@ def test_the_first_step_is_measured_and_within_its_forecast() -> None:
     assert adding.forecast.by_kind["gradient"].min() > 0
 
 
+@pytest.mark.long
 def test_the_report_says_bytes_where_its_numbers_would_look_alike() -> None:
     x = torch.randn(100, 64)
     peak = memgraph.plan(Net(64), x, budget=ROOM).peak

@@ -139,6 +139,7 @@ def outcome(compiled: Any, model: nn.Module, eager: nn.Module, call: Callable[[T
     return "right"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_a_step_is_trained_within_the_budget(change: str, tight: int) -> None:
     model, eager = Net(), Net()
@@ -182,6 +183,7 @@ WRAPS: dict[str, Wrap] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_trains_within_the_budget(copied: str, tight: int) -> None:
     compiled = memgraph.compile(Net(), tight)
@@ -191,6 +193,7 @@ def test_a_copy_trains_within_the_budget(copied: str, tight: int) -> None:
     assert outcome(again, again, Net(), again, tight) == "right"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_wrapped_module_trains_within_the_budget(wrap: str, tight: int) -> None:
     model = Net()
@@ -224,6 +227,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_budget_that_can_not_be_kept_is_refused_before_the_first_step_and_the_smallest_is_kept(option: str) -> None:
     def given(model: nn.Module) -> dict[str, Any]:
@@ -246,6 +250,7 @@ def test_a_budget_that_can_not_be_kept_is_refused_before_the_first_step_and_the_
     assert compiled.plan.measured <= compiled.plan.peak <= smallest
 
 
+@pytest.mark.long
 def test_a_sweep_says_which_budgets_can_not_be_kept() -> None:
     peak = plain_peak()
     found = memgraph.sweep(Net(), batch(), budgets=[100_000, peak], time_limit=2)

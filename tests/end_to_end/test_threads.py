@@ -64,6 +64,7 @@ def test_first_calls_of_several_modules_at_once() -> None:
     assert all(one.plan.measured is not None and one.plan.measured <= one.plan.peak for one in compiled)
 
 
+@pytest.mark.long
 def test_first_calls_of_one_module_at_once() -> None:
     module = net()
     compiled = memgraph.compile(module, ROOM)

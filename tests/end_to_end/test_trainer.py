@@ -101,9 +101,9 @@ def trainer_of(
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
-    """Return the trainer's log without times."""
+    """Return the trainer's log without times and bytes."""
     return [
-        {name: value for name, value in entry.items() if not name.endswith(TIMES)}
+        {name: value for name, value in entry.items() if not name.endswith(TIMES) and not name.startswith("memory_")}
         for entry in trainer.state.log_history
     ]
 
@@ -120,6 +120,7 @@ def tightly(model: Any, rows: Rows, **modes: Any) -> Any:
     return memgraph.compile(model, int(SHARE * peak), time_limit=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "rows", "options"),
     [(gpt2, WORDS, {}), (bert, CLASSES, {"bf16": True})],
@@ -155,6 +156,7 @@ def test_trainer_trains_saves_resumes_and_finds_the_best_as_with_the_plain_model
     assert history(again)[:-1] == history(theirs)[:-1]  # the last entry's mean is over the steps of this run
 
 
+@pytest.mark.long
 def test_labels_of_a_language_model_are_shifted_before_they_are_smoothed(tmp_path: Path) -> None:
     theirs = trainer_of(gpt2(), WORDS, tmp_path / "plain", label_smoothing_factor=0.1)
     theirs.train()
@@ -163,6 +165,7 @@ def test_labels_of_a_language_model_are_shifted_before_they_are_smoothed(tmp_pat
     assert history(ours) == history(theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["the adapted model", "the model below the adapter"])
 def test_trainer_trains_an_adapter_as_with_the_plain_model(place: str, tmp_path: Path) -> None:
     options = {"load_best_model_at_end": False, "num_train_epochs": 1, "gradient_checkpointing": True}
@@ -184,6 +187,7 @@ def test_trainer_trains_an_adapter_as_with_the_plain_model(place: str, tmp_path:
     assert [name for name in loaded if not torch.equal(loaded[name], expected[name])] == []
 
 
+@pytest.mark.long
 def test_an_evaluation_that_generates_is_that_of_the_plain_model(tmp_path: Path) -> None:
     assert predicted(memgraph.compile(t5(), ROOM, time_limit=0), tmp_path) == predicted(t5(), tmp_path)
 

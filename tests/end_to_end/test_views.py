@@ -58,6 +58,7 @@ def lies(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.requires_grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_view_shares_its_memory_as_in_eager(name: str, grad: bool) -> None:
@@ -80,6 +81,7 @@ def test_a_view_shares_its_memory_as_in_eager(name: str, grad: bool) -> None:
     assert (module.linear.weight.grad is not None) == grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "then", [lambda m, x: m.linear.bias, lambda m, x: m.mean, lambda m, x: x, lambda m, x: m.linear.weight]
 )

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "planned"),
     [

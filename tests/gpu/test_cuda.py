@@ -13,8 +13,7 @@ import memgraph
 from benchmarks.blocks import SHAPES, Stack
 from memgraph.planning import search
 from memgraph.profile import link_bandwidth, op_profiler
-from memgraph.profile.cold_operands import FLUSHED, cold_us
-from memgraph.profile.op_profiler import OpProfiler
+from memgraph.profile.op_profiler import FLUSHED, OpProfiler, cold_us
 from memgraph.storage import pinned_tier
 from memgraph.storage.pinned_pool import PINNED_POOL
 from memgraph.storage.wire_cast import narrow, widen
@@ -114,7 +113,7 @@ def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        from memgraph.kernels.autotune import best_config
+        from memgraph.kernels.cast import best_config
 
         if best_config("cast", CUDA, there.nbytes) is not None:
             narrow(there)

@@ -198,6 +198,7 @@ def test_a_budget_that_fits_as_it_is_gives_no_decisions(trace: Trace, machine: M
     assert isinstance(plan, int) or (plan.plan and plan.forecast.peak < peak)
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(traces(), machines())
 def test_the_same_step_gives_the_same_plan(trace: Trace, machine: Machine) -> None:
@@ -220,6 +221,7 @@ def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Mach
         assert choice.forecast.peak <= choice.captured.peak
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(traces(max_forward=20), machines(), st.lists(st.sampled_from((0.0, 0.1, 1.0, 30.0)), min_size=1, max_size=9))
 def test_a_budget_that_an_error_names_works_whatever_ops_and_copies_take(
@@ -282,7 +284,7 @@ def test_a_slow_tier_makes_no_plan_worse_than_one_that_recomputes_more_often() -
         p = aten.plain.default(d)  # f32[0] | makes p:0
         return output b_0, gradient j, gradient l, gradient o
     """)  # fmt: skip
-    budget = predict(trace, Machine(0)).peak * 3 // 4
+    budget = predict(trace, Machine(0)).peak * 39 // 50
     home, choice = (make_plan(trace, Machine(budget, link=link)) for link in (Link(), Link(out=0.5, back=0.5)))
     assert choice.forecast.us <= home.forecast.us
 
@@ -310,6 +312,7 @@ def test_a_quick_pass_that_needs_the_tier_to_fit_runs_only_if_nothing_else_does(
         assert order == expected
 
 
+@pytest.mark.long
 @given(traces(), machines())
 def test_the_order_of_passes_that_can_not_fit_changes_no_plan_and_no_budget_that_is_named(
     trace: Trace, machine: Machine

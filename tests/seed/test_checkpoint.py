@@ -104,6 +104,7 @@ def test_outputs_bear_the_flags_of_eager() -> None:
     assert_alike(lambda model: [(out := model(batch()))[4].square().sum().backward(), *out], lambda: Function(function))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*a loss was made of outputs:RuntimeWarning")
 def test_any_outputs_may_be_used(used: tuple[int, ...]) -> None:

@@ -137,6 +137,7 @@ class Masked(nn.Module):
         return (h + early).masked_fill(mask, 0.5)
 
 
+@pytest.mark.long
 def test_tokens_shortcuts_masks_and_a_layer_that_stands_twice_stream() -> None:
     twins = Twins(Masked)
     twins.train()
@@ -163,6 +164,7 @@ def test_what_was_fetched_and_not_changed_is_not_copied_back(monkeypatch: pytest
     assert set(calls) == {os.preadv}
 
 
+@pytest.mark.long
 def test_the_profiler_names_what_moves() -> None:
     twins = Twins()
     twins.train(2)
@@ -173,6 +175,7 @@ def test_the_profiler_names_what_moves() -> None:
     assert {f"memgraph::{verb}" for verb in ("reload", "wait", "offload", "free")} <= names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [tightest, lambda: 10**9], ids=["tight", "roomy"])
 def test_what_is_saved_under_one_budget_loads_under_another(first: Any) -> None:
     one = Twins(budget=first())
@@ -187,6 +190,7 @@ def test_what_is_saved_under_one_budget_loads_under_another(first: Any) -> None:
         other.step(seed=seed)
 
 
+@pytest.mark.long
 def test_a_layer_larger_than_the_budget_is_named() -> None:
     torch.manual_seed(0)
     wide = nn.Linear(WIDE, 64 * WIDE)

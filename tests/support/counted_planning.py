@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import plan_cache
-from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
+from memgraph.profile import link_bandwidth, machine_profile, op_profiler, roofline
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.system import disturbance
 from tests.support.allocator_meter import Allocator
 from tests.support.smallest_budget import smallest_of
 
 WIDTH, LAYERS, ROWS = 32, 6, 256
-KNOWN = (copy_overhead, link_bandwidth, op_profiler, roofline)
+KNOWN = (machine_profile, link_bandwidth, op_profiler, roofline)
 
 
 @dataclass(frozen=True)

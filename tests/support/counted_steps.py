@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import memgraph
-from memgraph.planning.lowering import regions
+from memgraph.planning.lowering import lowering
 from memgraph.profile.memory_meter import resident_bytes
 from passes.ir.ops import is_region
 from tests.support.allocator_meter import Allocator, preloaded
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="compile all that fits, slower or not")
     given = parser.parse_args()
     if given.regions:
-        regions.__dict__["faster_regions"] = lambda trace, found, *_: tuple(found)
+        lowering.__dict__["faster_regions"] = lambda trace, found, *_: tuple(found)
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     allocator = Allocator()

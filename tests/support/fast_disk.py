@@ -23,4 +23,4 @@ def patched(patch: pytest.MonkeyPatch) -> None:
     def measured(machine: Machine, tier: str | None, *_: Any, **__: Any) -> Machine:
         return replace(machine, tier=tier or "", link=FAST)
 
-    patch.setattr("memgraph.stages.ranks.machine.measure_links", measured)
+    patch.setattr("memgraph.stages.step_capture.measure_links", measured)

@@ -16,6 +16,7 @@ from memgraph.planning import assembly, pricing, replan, search, target
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import PinnedTier
+from memgraph.storage.places import Places
 from passes import Machine, make_plan
 from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
@@ -71,9 +72,12 @@ def _late(monkeypatch: pytest.MonkeyPatch, pool: PinnedPool) -> Late:
     def linked(machine: Machine, *_: object) -> Machine:
         return replace(machine, tier="host", link=replace(machine.link, out=100.0, back=100.0, capacity=1 << 40))
 
-    monkeypatch.setattr(target, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, pool))
+    def places(tiers: Sequence[str], device: torch.device, *_: Any) -> Places:
+        return Places({"host": PinnedBufferAllocator(device, late, pool)})
+
+    monkeypatch.setattr(target, "open_places", places)
     monkeypatch.setattr(assembly, "open_tier", tier)
-    monkeypatch.setattr(pricing, "measure_links", linked)
+    monkeypatch.setattr(pricing, "measure_tiers", linked)
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
     return late
 

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from memgraph.kernels.autotune import LaunchConfig
+from memgraph.kernels.cast import LaunchConfig
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 CONFIG = LaunchConfig(1024)  # under the interpreter all configs are alike

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph.storage.disk_tier import DiskLease
+from memgraph.storage.file_tier import FileLease
 from memgraph.storage.io_threads import WORKERS, submit
 
 MANY = 3 * (1 << 20) + 17
@@ -20,7 +20,7 @@ def noise(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) if nbytes else torch.empty(0).byte()
 
 
-def round_trip(lease: DiskLease, slot: int, tensor: torch.Tensor) -> torch.Tensor:
+def round_trip(lease: FileLease, slot: int, tensor: torch.Tensor) -> torch.Tensor:
     back = torch.empty_like(tensor)
     lease.offload(slot, tensor)
     lease.free(slot)

@@ -2,7 +2,6 @@
 
 call                  take a call apart into tensors and constants
 changed_arguments     refuse a forward that puts something into its arguments
-kept_by_hooks         refuse forward hooks that keep tensors
 set_gradients         refuse gradients that forward puts into `.grad`
 require_strided       refuse tensors that are not dense
 """

@@ -6,6 +6,7 @@ buffer adjacency, torch.sparse_coo   ->   CaptureError: give its indices and val
 from __future__ import annotations
 
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +42,25 @@ def require_strided(tensor: Tensor, label: str) -> None:
 
 
 def require_strided_module(module: nn.Module) -> None:
-    """Check the parameters and buffers of a module; raises as `require_strided`."""
+    """Check the parameters and buffers of a module; raises as `require_strided`, and if it is a part of itself."""
+    _refuse_cycles(module, "", ())
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             require_strided(tensor, f"{kind} {name}")
+
+
+def _refuse_cycles(module: nn.Module, path: str, around: tuple[nn.Module, ...]) -> None:
+    for name, child in module._modules.items():
+        # A method that a proxy finds is bound to what it stands for.
+        part = child.__init__.__self__ if type(child) in ProxyTypes else child  # type: ignore[misc]
+        where = f"{path}.{name}".lstrip(".")
+        if part is module or any(part is each for each in around):
+            raise CaptureError(
+                f"submodule {where} is a module that it is inside of, which torch's functions for parameters do not "
+                "take: keep a parent in a list, or as a weakref.ref"
+            )
+        if part is not None:
+            _refuse_cycles(part, where, (*around, module))
 
 
 def require_strided_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,12 +9,11 @@ What a function's backward adds to `.grad` by a `backward()` of its own is part 
 from __future__ import annotations
 
 from ...errors import CaptureError
-from ...graph.captured import Input
 
 
-def set_gradient_error(role: Input, where: str) -> CaptureError:
-    """Return the error for a gradient that `where` puts into an input."""
+def set_gradient_error(label: str, where: str) -> CaptureError:
+    """Return the error for a gradient that `where` puts into a tensor."""
     return CaptureError(
-        f"{where} sets the .grad of {role.label}, as no captured step can: compute gradients there with "
+        f"{where} sets the .grad of {label}, as no captured step can: compute gradients there with "
         "torch.autograd.grad, and let a function return those of its arguments"
     )

@@ -8,6 +8,7 @@ be in one graph and not in the other.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from ...errors import CaptureError
 from ...graph.captured import Captured
+from ...graph.guard_ops import ValueGuard
 from ...system.frames import source_line
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_number import FloatValues, TracedFloat, ValueNeededError
@@ -30,15 +32,15 @@ class FloatCapture:
     """A capture in which the floats that differ from an earlier call are inputs.
 
     Attributes:
-        earlier: a capture of such a call.
-        earlier_values: the floats of that call.
+        earlier: captures of such calls, each with the floats of its own.
         reason: why the floats have to be constants; "" while that is unknown.
+        is_other_branch: the earlier calls found other values of tensors, so they say nothing of this one.
     """
 
     inputs: FloatInputs
-    earlier: Captured
-    earlier_values: FloatValues
+    earlier: Sequence[tuple[Captured, FloatValues]]
     reason: str = ""
+    is_other_branch: bool = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
@@ -65,11 +67,18 @@ class FloatCapture:
         return None
 
     def _equals_earlier(self, captured: Captured) -> bool:
-        """Return True if, with the floats of the earlier call, this is the earlier graph."""
-        if any(node.compute(self.earlier_values) == number for node, number in captured.special_values):
-            return False
-        same_ops = describe(captured, self.earlier_values) == describe(self.earlier, {})
-        if same_ops and has_same_constants(captured, self.earlier):
-            return True
-        self.reason = "the graph differs by more than the float"
+        """Return True if, with the floats of an earlier call that took the same branches, this is its graph."""
+        answers = [*map(_answer, captured.guards)]
+        alike = [each for each in self.earlier if [*map(_answer, each[0].guards)] == answers]
+        self.is_other_branch = not alike
+        for earlier, values in alike:
+            if any(node.compute(values) == number for node, number in captured.special_values):
+                continue
+            if describe(captured, values) == describe(earlier, {}) and has_same_constants(captured, earlier):
+                return True
+            self.reason = "the graph differs by more than the float"
         return False
+
+
+def _answer(guard: ValueGuard) -> Hashable:
+    return guard.question, tuple(guard.expected)

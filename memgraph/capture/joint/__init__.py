@@ -4,9 +4,7 @@ trace_joint         trace a call, as often as it takes to know that every call g
 traced_step         the function that is traced
 joint_graph         its graph, and the roles of inputs and outputs
 eager_behavior      let ops and libraries do what they do in eager
-assigned_buffers    buffers in whose place forward puts another tensor
 results             what forward returns: outputs, inputs, constants
 gradients           tangents, and where gradients come from
 leaf_inputs         inputs that forward may change in place though they require a gradient
-prod_gradient       the gradient of torch.prod as in eager
 """

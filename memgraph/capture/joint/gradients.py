@@ -109,7 +109,7 @@ def refuse_sparse(gradients: Mapping[Input, Tensor]) -> None:
 
 @contextmanager
 def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> Iterator[None]:
-    """Raise if the block reads the `.grad` of one of the step's inputs, or of a tensor elsewhere: a trace has none."""
+    """Raise if the block reads or sets the `.grad` of one of the step's inputs, or of a tensor elsewhere."""
     inputs, thread, errors = {id(v): role for role, v in zip(roles, values, strict=False)}, get_ident(), []
 
     def read(tensor: Tensor) -> Any:
@@ -128,7 +128,17 @@ def refuse_read_gradients(roles: Sequence[Input], values: Sequence[Tensor]) -> I
             raise errors[-1]
         return gradient
 
-    with mock.patch.object(Tensor, "grad", property(read, GRAD.__set__, GRAD.__delete__), create=True):
+    def write(tensor: Tensor, gradient: Tensor | None) -> None:
+        if get_ident() == thread and is_watched(sys._getframe(1).f_code.co_filename):
+            role = inputs.get(id(tensor))
+            if role is not None or (active_fake_mode() is not None and not isinstance(tensor, FakeTensor)):
+                label = role.label if role else "a tensor that is no parameter of the module"
+                errors.append(set_gradient_error(label, "forward or a function's backward"))
+                if role is None:
+                    raise errors[-1]
+        GRAD.__set__(tensor, gradient)
+
+    with mock.patch.object(Tensor, "grad", property(read, write, GRAD.__delete__), create=True):
         yield
     if errors:
         raise errors[0]  # it was caught
@@ -150,7 +160,7 @@ def refuse_set_gradients(roles: Sequence[Input], values: Sequence[Tensor], where
     refuse_set_attributes(values)
     for role, value in zip(roles, values, strict=False):
         if value.is_leaf and _grad(value) is not None:
-            raise set_gradient_error(role, where)
+            raise set_gradient_error(role.label, where)
 
 
 def refuse_lost(trained: set[int], roles: Sequence[Input], values: Sequence[Tensor], made: Sequence[Output]) -> None:

@@ -6,18 +6,19 @@ return x, y, y, 3    ->   Ref("input", 0), Ref("output", 0), Ref("output", 0), 3
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
-from types import FunctionType
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import CaptureError
 from ...graph.captured import Input, Ref, View
 from ...graph.tensor_numbers import TensorNumbers, as_tensor
 from ...guards.variable_scope import cell_contents
+from ...system.user_warning import warn_user
 from ...tensors.differentiable import is_differentiable
 from ...tensors.traced_number import is_traced
 
@@ -60,6 +61,8 @@ def _refuse_lazy(leaf: Any) -> None:
         CaptureError: a result is a function that holds tensors of its call.
     """
     held: list[Any] = [leaf.args, leaf.keywords] if isinstance(leaf, functools.partial) else []
+    if isinstance(leaf, MethodType | BuiltinMethodType | MethodWrapperType):
+        held = [leaf.__self__]
     if isinstance(leaf, FunctionType):
         held = [content for cell in leaf.__closure__ or () for content in cell_contents(cell)]
     if any(isinstance(each, Tensor) for each in tree_leaves(held)):
@@ -93,12 +96,45 @@ def differentiable(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     return {i: output for i, output in enumerate(outputs) if is_differentiable(output)}
 
 
-def refuse_made_leaves(stored: Sequence[Any], values: Sequence[Tensor]) -> None:
-    """Raise if forward stores a tensor that it has made and given `requires_grad_()`: it would have no `.grad`."""
+def refuse_results(result: Any) -> None:
+    """Raise if forward returns a module, or a dict with tensors as keys."""
+    if any(isinstance(key, Tensor) for key in _keys(result)):
+        raise CaptureError("forward returns a dict with a tensor as a key: return a list of pairs")
+    if (module := next((leaf for leaf in tree_leaves(result) if isinstance(leaf, nn.Module)), None)) is not None:
+        raise CaptureError(
+            f"forward returns a module, {type(module).__name__}, and a captured step would return a copy of it: "
+            "return what is needed"
+        )
+
+
+def _keys(result: Any) -> Iterator[Any]:
+    """Yield the keys of dicts in a result, however deep."""
+    if isinstance(result, dict):
+        yield from result
+    if isinstance(result, dict | list | tuple):
+        for each in result.values() if isinstance(result, dict) else result:
+            yield from _keys(each)
+
+
+def refuse_made_leaves(stored: Sequence[Any], returned: Sequence[Any], values: Sequence[Tensor]) -> None:
+    """Raise if forward stores a tensor that it has made and given `requires_grad_()`: it would have no `.grad`.
+
+    If forward returns it, warn.
+    """
     given = set(map(id, values))
-    for leaf in stored:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and id(leaf) not in given:
-            raise CaptureError(
-                f"forward stores a tensor of shape {tuple(leaf.shape)} in an attribute, which it has made and called "
-                "requires_grad_() on: no captured step gives it a gradient; make it an argument or a parameter"
-            )
+
+    def made(leaves: Sequence[Any]) -> Iterator[Tensor]:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and id(leaf) not in given:
+                yield leaf
+
+    for leaf in made(returned):
+        warn_user(
+            f"forward returns a tensor of shape {tuple(leaf.shape)} that it has made and called requires_grad_() on: "
+            "it is no leaf here, and backward does not set its .grad; make it an argument, or return the gradient"
+        )
+    for leaf in made(stored):
+        raise CaptureError(
+            f"forward stores a tensor of shape {tuple(leaf.shape)} in an attribute, which it has made and called "
+            "requires_grad_() on: no captured step gives it a gradient; make it an argument or a parameter"
+        )

@@ -1,17 +1,24 @@
-"""The function of the first trace: forward on traced values, then backward from its outputs."""
+"""The function of the first trace: forward on traced values, then backward from its outputs.
+
+Find the buffers in whose place forward puts another tensor.
+
+self.running = 0.9 * self.running    ->   {place of running: its new value}, which the graph copies into the buffer
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import stateless
 
+from ...errors import CaptureError
 from ...graph.captured import Input, Output, Ref
 from ...graph.provenance import ProvenanceTracer
 from ...graph.tensor_numbers import TensorNumbers
@@ -27,7 +34,6 @@ from ..python_state.watched_python import WatchedPython
 from ..values.recurrent_layers import refuse_other_sums
 from ..values.replay import ReplayValues
 from ..values.tensor_reads import answering
-from .assigned_buffers import assigned_buffers
 from .gradients import (
     differentiate,
     gradient_role,
@@ -40,7 +46,7 @@ from .gradients import (
 )
 from .joint_graph import JointGraph
 from .leaf_inputs import InputGradEdges
-from .results import differentiable, references, refuse_made_leaves
+from .results import differentiable, references, refuse_made_leaves, refuse_results
 
 
 class TracedStep:
@@ -79,6 +85,7 @@ class TracedStep:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
+        self.mode.traced.append(tracer.tensor_tracker)
         self.provenance.attach(tracer)
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
@@ -98,6 +105,7 @@ class TracedStep:
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
             refuse_set_gradients(self.inputs, values, "a function's backward")
+            refuse_assigned(self.call.module, self.call.state(values), self.inputs, self.assigned)
             refuse_lost(answers.trained, self.inputs, values, self.outputs)
         self.python.end(values, {id(leaf): ref for leaf, ref in self.stored})
         # No stand-in for a number may outlive the trace.
@@ -115,7 +123,7 @@ class TracedStep:
         self.call.fill_held(values)
         with (
             stateless._reparametrize_module(self.call.module, self.call.state(values), tie_weights=True),
-            self.python.running(),
+            self.python.running(self.inputs, values),
         ):
             yield
 
@@ -130,13 +138,14 @@ class TracedStep:
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the distinct tensors of a result and of what forward has stored; the rest is `leaves` and `spec`."""
         leaves, self.spec = flatten(with_arguments(result) if self.mode.sizes is not None else result)
+        refuse_results(result)
         # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
         rewritten = self.grad_edges.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
         given = {id(value): i for i, value in passed.items()}
         everything = self.python.stored(values)
         stored = [leaf for leaf in everything if id(leaf) not in given]
-        refuse_made_leaves(stored, values)
+        refuse_made_leaves(stored, leaves, values)
         refs, outputs = references([*leaves, *stored], self.inputs, passed, values, self.numbers)
         self.leaves = tuple(refs[: len(leaves)])
         self.stored = [*zip(stored, refs[len(leaves) :], strict=True)]
@@ -179,3 +188,69 @@ class TracedStep:
         self.provenance.begin_backward(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
+
+
+def assigned_buffers(
+    module: nn.Module, traced: Mapping[str, Tensor], roles: Sequence[Input], shapes: Mapping[str, torch.Size]
+) -> dict[int, Tensor]:
+    """Return these tensors by the positions of the buffers.
+
+    Args:
+        traced: the parameters and buffers that forward was given.
+        roles: of these.
+        shapes: of the buffers before forward.
+    """
+    inputs, found = set(map(id, traced.values())), dict[int, Tensor]()
+    for place, (path, before) in enumerate(traced.items()):
+        owner, _, name = path.rpartition(".")
+        assigned = getattr(module.get_submodule(owner), name, None)
+        if roles[place].kind == "buffer":
+            _refuse_resized(roles[place], before, shapes[path])
+        if assigned is not before:
+            found[place] = _assignable(roles[place], before, assigned)
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        if path not in shapes:
+            raise CaptureError(
+                f"forward registers the buffer {path}, or gives it its first tensor: register it with one in __init__, "
+                "or run the plain module once before it is compiled"
+            )
+        if path not in traced and isinstance(buffer, FakeTensor) and id(buffer) not in inputs:
+            raise CaptureError(f"forward assigns to {path}, a second name of a buffer: change it in place")
+    return found
+
+
+def refuse_assigned(
+    module: nn.Module, traced: Mapping[str, Tensor], roles: Sequence[Input], assigned: Mapping[int, Tensor]
+) -> None:
+    """Raise if a hook, or a function's backward, has put another tensor in the place of a buffer."""
+    for place, (path, before) in enumerate(traced.items()):
+        owner, _, name = path.rpartition(".")
+        if getattr(module.get_submodule(owner), name, None) is not assigned.get(place, before):
+            raise CaptureError(
+                f"a hook, or a function's backward, assigns to {roles[place].label}, as no captured step can: change "
+                "it outside of the module, after backward"
+            )
+
+
+def _refuse_resized(role: Input, buffer: Tensor, before: torch.Size) -> None:
+    if buffer.shape != before:
+        raise CaptureError(
+            f"forward gives {role.label} the shape {tuple(buffer.shape)}, where it was {tuple(before)}, as the "
+            "observers of quantization-aware training do in their first call: run the plain module once before it is "
+            "compiled, or given to a trainer"
+        )
+
+
+def _assignable(role: Input, before: Tensor, assigned: object) -> Tensor:
+    """Return the tensor that was assigned to a buffer, if copying it into the buffer is the same."""
+    if role.kind == "parameter" or not isinstance(assigned, Tensor):
+        raise CaptureError(
+            f"forward, or a wrapper around the module such as FullyShardedDataParallel, puts a "
+            f"{type(assigned).__name__} in the place of {role.label}, as no captured step can"
+        )
+    if (assigned.shape, assigned.dtype, assigned.device) != (before.shape, before.dtype, before.device):
+        raise CaptureError(
+            f"forward assigns {assigned.dtype} {tuple(assigned.shape)} to {role.label}, which is {before.dtype} "
+            f"{tuple(before.shape)}; a captured step can only give it a tensor of its own dtype and shape"
+        )
+    return assigned

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import CaptureError
 from ...guards.attribute_snapshot import AttributeSnapshot
-from ...guards.contents import slots
+from ...guards.contents import container_of, slots
 from ...guards.module_attributes import CONSTANTS, STATE
 from ...guards.variable_scope import Scope
 from ...system.own_generators import OwnStates, is_own, own_generators
@@ -149,14 +149,15 @@ class _Watch:
             given: Sequence[Any] = value.func, value.args, value.keywords
             new: Sequence[Any] = [self._replaced(label, each, depth + 1) for each in given]
             return value if all(map(_is, new, given)) else partial(new[0], *new[1], **new[2])
-        if isinstance(value, dict | list | deque | tuple) and len(value) > LARGE:
+        base = container_of(value)
+        if base is not None and base.__len__(value) > LARGE:
             return value
         if type(value) is tuple:
             new = tuple(self._replaced(f"{label}[{i}]", item, depth + 1) for i, item in enumerate(value))
             return value if all(map(_is, new, value)) else new
-        if isinstance(value, dict):
+        if base is not None and issubclass(base, dict):
             self.replace_items(f"{label}[{{!r}}]", value, dict(value), depth + 1)
-        elif isinstance(value, list | deque):
+        elif base in (list, deque):
             self.replace_items(f"{label}[{{}}]", value, dict(enumerate(value)), depth + 1)
         elif not self.enters_objects or _is_from_torch(value):
             return value

@@ -14,12 +14,13 @@ well, with these in place. It has to leave the like of what it finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +32,7 @@ from ...guards.attribute_writes import AttributeWrite, AttributeWrites, require_
 from ...guards.variable_scope import OuterVariable
 from ...guards.written_attributes import Attribute, HeldNeeded, written_attributes
 from ...tensors.pytree import flatten, tensors_of
+from ...tensors.traced_number import ValueNeededError
 from .function_caches import empty_function_caches
 
 # An attribute, by its path or by what is written, or a variable elsewhere.
@@ -78,19 +80,25 @@ def _tensors_in(write: AttributeWrite) -> bool:
 
 
 def settled_writes(
-    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[Sequence[AttributeWrite]], TraceRecord] | None
-) -> AttributeWrites:
+    before: AttributeSnapshot, first: TraceRecord, trace: Callable[[Sequence[AttributeWrite]], TraceRecord] | None,
+    is_general: bool = False,
+) -> AttributeWrites:  # fmt: skip
     """Return the writes of a trace; from now on it is known which of them no call reads.
 
     Args:
         trace: traces the next call, in which the tensors that were written are arguments; None for a call with
             symbols, which is known to leave the like of what it finds.
+        is_general: the call stands for others, with other floats or lengths.
 
     Raises:
         CaptureError: the next call changes attributes again that it reads, or variables.
         SizeNeededError: there may be a symbol in what is written.
+        ValueNeededError: a variable is written outside of the module, maybe from what differs in other calls.
     """
+    if is_general and (outer := _changed_outside(before, first)) is not None:
+        raise ValueNeededError(f"forward sets {outer.title}")
     writes = _settled(before, first, trace)
+    _refuse_other_values(before)
     if trace is None:
         require_plain_values(writes)
     before.restore_attributes()
@@ -98,11 +106,26 @@ def settled_writes(
     return writes
 
 
+def _refuse_other_values(before: AttributeSnapshot) -> None:
+    """Raise if forward sets variables that another kind of call has set: no later call of that kind would."""
+    known = _set_outside.setdefault(before.module, set())
+    for place, title in before.outer.written():
+        if place in known:
+            raise CaptureError(
+                f"forward sets {title}, and it had another value before, in several kinds of calls; no captured step "
+                "sets variables outside of its module: set an attribute of the module, or set it outside of forward"
+            )
+        known.add(place)
+
+
+# Mutable state of the module: places outside of attributes that captures of each module have set.
+_set_outside: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+
+
 def _settled(
     before: AttributeSnapshot, first: TraceRecord, trace: Callable[[Sequence[AttributeWrite]], TraceRecord] | None
 ) -> AttributeWrites:
-    ran, changed_outer = before.outer.ran, before.outer.changes(first.after.outer)
-    outer = next((one for one in changed_outer if not ran.is_of_hooks(one)), None)
+    outer = _changed_outside(before, first)
     if outer is not None and first.after.outer.holds(outer, FakeTensor):
         raise CaptureError(
             f"forward stores a tensor in {_labelled(outer, before)}, as no captured step can outside of its module: "
@@ -127,7 +150,8 @@ def _settled(
         return writes
     empty_function_caches(before)
     before.restore_attributes()
-    AttributeWrites(tuple(item for item in writes.items if item.is_read)).apply(first.fill)
+    # The next call may take what this one did not; a tensor that is no argument would be a constant of it.
+    AttributeWrites(tuple(item for item in writes.items if item.is_read or not item.holds_tensors)).apply(first.fill)
     culprit: Changed = changing[0] if changing else outer or rest[0]
     try:
         second = trace(changing)
@@ -152,6 +176,12 @@ def _settled(
     return replace(writes, repeats=repeats)
 
 
+def _changed_outside(before: AttributeSnapshot, first: TraceRecord) -> OuterVariable | None:
+    """Return a variable outside of the module that forward has changed."""
+    changed = before.outer.changes(first.after.outer)
+    return next((one for one in changed if not before.outer.ran.is_of_hooks(one)), None)
+
+
 def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
     """Return True if two traces gave the same graph and the same results."""
     return first.facts == second.facts and is_same_graph(first.graph, second.graph)
@@ -160,8 +190,9 @@ def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
 def changed_call_error(changed: Changed, before: AttributeSnapshot) -> CaptureError:
     return CaptureError(
         f"forward changes {_labelled(changed, before)}, which changes its next call, but a captured step runs no "
-        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; if only the first "
-        "call sets it, run the plain module once before it is compiled"
+        "Python: make it a buffer (register_buffer, a tensor), or change it outside of forward; a list may be filled "
+        "if each call empties it first; if only the first call sets it, run the plain module once before it is "
+        "compiled"
     ).about(_attribute(changed, before))
 
 

@@ -2,25 +2,38 @@
 
 python.stored(values)             ->    the tensors that forward has put into attributes
 python.end(values, placed)        ->    python.writes, with formulas for numbers with which it only counts; python.after
+
+Find out whether a graph depends on the numbers that forward changes on its module.
+
+    self.calls += 1                      ->   a formula: the graph is the same for any number
+    self.calls += 1; x * self.calls      ->   refused, as is whatever else looks at the number
+
+In a second trace, an object stands for each of these numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from ...graph.captured import Input
 from ...guards.attribute_snapshot import AttributeSnapshot, holds_traced, stored_tensor_error
 from ...guards.attribute_writes import AttributeWrite, AttributeWrites, attribute_writes, attributes_with_tensors
 from ...guards.outer_snapshot import holds
 from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, written_attributes
+from ...tensors.counted_number import CountedNumber, Formula, formula_of
+from ...tensors.expressions import Variable
 from ...tensors.traced_number import is_traced
-from .counted_numbers import changed_numbers, counting
 from .function_caches import refuse_kept_draws
+from .refuse_effects import refuse_effects
 from .refuse_iterators import refuse_iterators
+
+NUMBERS = (int, float)
 
 
 class WatchedPython:
@@ -44,16 +57,28 @@ class WatchedPython:
         """The writes of numbers that the next call reads."""
         return changed_numbers(self.writes)
 
+    @property
+    def counters(self) -> list[AttributeWrite]:
+        """The numbers that follow from the ones before."""
+        following = {item.attribute for item in self._formulas if item.follows}
+        return [item for item in self.counted if item.attribute in following]
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch forward, and what of it a function's backward runs again.
+    def running(self, roles: Sequence[Input], values: Sequence[Tensor]) -> Iterator[None]:
+        """Watch forward, which is given these values, and what of it a function's backward runs again.
 
         Raises:
-            CaptureError: it takes something from an iterator, or a cache of a function keeps what it has drawn.
+            CaptureError: it takes something from an iterator, a cache of a function keeps what it has drawn, or it does
+                something to the process or to the values.
             HeldNeeded: it fails, and has read attributes that were known as unread.
         """
         try:
-            with counting(self.counted, self._formulas), refuse_iterators(self.before), self.watch.watching():
+            with (
+                counting(self.counted, self._formulas),
+                refuse_iterators(self.before),
+                refuse_effects(roles, values),
+                self.watch.watching(),
+            ):
                 yield
                 refuse_kept_draws(self.before)
         except Exception:
@@ -90,3 +115,31 @@ class WatchedPython:
         self.before.refuse_tensors({*map(id, values), *placed})
         self.before.restore_attributes()
         self.after.forget_values()
+
+
+def changed_numbers(writes: AttributeWrites) -> tuple[AttributeWrite, ...]:
+    """Return the writes of numbers to attributes that the next call reads; these have their earlier values again."""
+    found = (item for item in writes.changing if item.owner.keys is None)
+    values = ((item, item.attribute.value, item.value(lambda leaf: leaf)) for item in found)
+    return tuple(item for item, *both in values if all(type(value) in NUMBERS for value in both))
+
+
+@contextmanager
+def counting(numbers: Sequence[AttributeWrite], found: list[AttributeWrite]) -> Iterator[None]:
+    """Let objects stand for these numbers, and find the writes that change them as the block does.
+
+    Raises:
+        NumberNeededError: the block stores something else in their place.
+    """
+    before = [item.attribute.value for item in numbers]
+    found.clear()
+    for item, value in zip(numbers, before, strict=True):
+        item.write(CountedNumber(Variable(item.attribute), type(value)))
+    try:
+        yield
+        for item in numbers:
+            formula = Formula(formula_of(item.attribute.value))
+            found.append(replace(item, leaves=(formula,), settles=True, change=item.where))
+    finally:
+        for item, value in zip(numbers, before, strict=True):
+            item.write(value)

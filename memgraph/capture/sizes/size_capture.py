@@ -19,6 +19,7 @@ from ...graph.captured import Captured
 from ...system.frames import source_line
 from ...system.graph_sources import forgotten_sources
 from ...tensors.loss_outputs import OutputSelector
+from ...tensors.traced_number import ValueNeededError
 from ...tensors.traced_size import SizeNeededError, SizeTrace
 from ..capture import capture
 from ..values.questions import ValuesNeeded
@@ -80,12 +81,12 @@ class SizeCapture:
                 return replace(general.at(self.inputs.lengths), value_run_nbytes=captured.value_run_nbytes)
         except ValuesNeeded as error:
             self.reason = f"forward or backward needs values of tensors, at {source_line(error.__traceback__)}"
-        except SizeNeededError as error:
+        except (SizeNeededError, ValueNeededError) as error:
             self.reason = f"{error}, at {source_line(error.__traceback__)}"
         except Exception as error:
             # If the call itself fails, the capture with constants will say so.
-            cause = error.__cause__ if isinstance(error, CaptureError) else error
-            self.reason = f"tracing with symbols failed: {cause}"
+            cause = error.__cause__ if isinstance(error, CaptureError) else None
+            self.reason = f"tracing with symbols failed: {cause or error}"
         return None
 
 

@@ -32,6 +32,7 @@ from ...system.python_random import restoring_python_random
 from ..call.call import Call
 from ..call.set_gradients import set_gradient_error
 from ..python_state.draw_in_graph import drawing_for_real
+from ..python_state.refuse_effects import refuse_effects
 from ..python_state.refuse_iterators import refuse_iterators
 from ..python_state.refuse_reseeding import refuse_reseeding
 from ..scripted_functions import unscripted
@@ -79,6 +80,7 @@ def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractCon
         refuse_reseeding(call.module, is_traced=False),
         AttributeSnapshot(call.module, call.tensors, ran).restored() as before,
         refuse_iterators(before),
+        refuse_effects(call.inputs, call.tensors, is_traced=False),
         _RestoreWritten((*call.tensors, *(grad for grad in gradients if grad is not None))).restored(),
         without_checkpoint(),
         unscripted(),
@@ -96,7 +98,7 @@ def _run(call: Call, measure: Measure, recording: Recording, saving: AbstractCon
             for (_, leaf), grad in zip(leaves, gradients, strict=True):
                 leaf.grad = grad
     if changed:
-        raise set_gradient_error(changed[0], "forward")
+        raise set_gradient_error(changed[0].label, "forward")
     return ValueRun(tuple(mode.answers), nbytes)
 
 

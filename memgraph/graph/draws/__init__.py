@@ -2,5 +2,4 @@
 
 host_draws         draws with `random` and numpy as ops
 generator_states   reads and writes of the state of torch's generator as ops
-first_draws        coins before all other ops
 """

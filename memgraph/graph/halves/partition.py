@@ -14,19 +14,29 @@ of the others are dropped from backward:
 
 Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf is NaN. No op takes more memory. The copy
 has the strides of `d`, as in autograd, or those of `g` where an op behind it could not take them.
+
+The layouts that values of backward have where a sum is left with one of its terms.
+
+s = add(tangent, d);  t = view(s)   ->   s = d in its own strides, as autograd has it;  t = view of these
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
+from ...tensors.layout import is_dense
 from ...tensors.traced_number import FloatArgument, NumberNode
 from ..aten_shims import COPY_WITH_STRIDES
 from ..inductor import expand_segments
@@ -34,7 +44,6 @@ from ..nodes import all_storages, is_sum, named_placeholder, returned_values, st
 from ..ops import accumulate
 from ..summarize import PURE_WHEN_RERUN
 from .direct_calls import DirectCode
-from .term_layouts import term_strides
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -213,3 +222,52 @@ def _keep_gradient(gradient: Tensor | None, new: Tensor) -> Tensor:
 
 def _copy_gradient(gradient: Tensor, new: Tensor) -> Tensor:
     return gradient.copy_(new)
+
+
+def term_strides(graph: fx.Graph, copies: Collection[fx.Node], ends: Collection[Any]) -> dict[fx.Node, list[int]]:
+    """Return the strides of copies of terms; none if an op behind them can't take a value in such strides.
+
+    Args:
+        copies: nodes that copy their first argument, in place of a sum.
+        ends: targets of nodes that take any strides, and whose results no op reads.
+    """
+    changed: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return changed.get(node) if node in changed else _without_bytes(node.meta["val"])
+
+    for node in graph.nodes:
+        if node.op == "output" or node.target in ends:
+            continue
+        if node in copies:
+            result = value(node.args[0])
+            if not is_dense(result):
+                return {}
+        elif changed.keys().isdisjoint(node.all_input_nodes):
+            continue
+        elif not _is_known(node.target):
+            return {}
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), value)
+            try:
+                result = node.target(*args, **kwargs)
+            except RuntimeError:  # no view of these strides
+                return {}
+        if _strides(result) != _strides(node.meta["val"]):
+            changed[node] = result
+    return {node: list(changed[node].stride()) for node in copies if node in changed}
+
+
+def _is_known(target: Any) -> bool:
+    return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
+
+
+def _without_bytes(thing: Any) -> Any:
+    def leaf(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return pytree.tree_map_only(Tensor, leaf, thing)
+
+
+def _strides(thing: Any) -> list[tuple[int, ...]]:
+    return [leaf.stride() for leaf in pytree.tree_leaves(thing) if isinstance(leaf, Tensor)]

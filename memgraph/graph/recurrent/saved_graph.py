@@ -64,7 +64,7 @@ class SavedGraph:
             saved_tensors_hooks(self._store.pack, self._store.unpack),
         ):  # fmt: skip
             results = layer.run(leaves)
-            self._roots = [get_gradient_edge(result) for result in results]
+            self._roots = [get_gradient_edge(result) for result in results if layer.trained]
             self._leaves = [get_gradient_edge(leaves[place]) for place in layer.trained]
         self.saved, self._store.own = self._store.own, []
         taken = {x.untyped_storage()._cdata for x in (*tensors, *self.saved)}

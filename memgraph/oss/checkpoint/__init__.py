@@ -4,9 +4,7 @@ own_state         the states of this rank's shards
 state_dict        state dicts of the optimizer that steps on shards, and its installation on all ranks
 full_state        gather the state that the plain optimizer would have
 sharded_state     the state as DTensors, for torch.distributed.checkpoint
-reshard           convert between shards and DTensor rows
 state_outline     a state as text and tensors
-validate_state    check a state dict before anything is changed
+training_folder   a training in a folder: one way for one process, shards and stages
 checkpoint_folder a folder of all ranks, which is replaced whole or not at all
-safe_reader       read a checkpoint folder without running its pickles; checksums of its parts
 """

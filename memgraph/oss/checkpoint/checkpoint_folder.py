@@ -3,23 +3,39 @@
     .run.new/    written beside the old one, and synced to disk    ->    run/
 
 A rank's error is a `StateError` on all of them.
+
+Read a folder of torch.distributed.checkpoint without running its pickles, and check its checksums.
+
+    __0_0.distcp   rank 0's parts of tensors          as torch writes it
+    .metadata      place of each part, pickled        as torch writes it
+    __0.crc32      {"__0_0.distcp": [[0, 1705, 912559, "model.turned"], ...]}     offset, bytes, CRC-32, name
+
+Torch's own reader unpickles `.metadata` and values that are no tensors, and a pickle may call any function. This one
+allows only the classes that torch writes there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
+import json
 import os
+import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -27,10 +43,27 @@ from ...errors import CollectiveError, MemgraphError, StateError
 from ...storage.spill_file import advice_for, sync_folder
 from ..comm.rank_group import all_failures
 from ..comm.watchdog import CollectiveWatchdog
-from .safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
 
 T = TypeVar("T")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux
+METADATA, CHECKSUMS = ".metadata", "checksums"
+CHUNK = 1 << 20
+LISTED = "torch.distributed.checkpoint.metadata"
+KNOWN = {
+    *((LISTED, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((LISTED, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
+    (LISTED, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),  # where Python 3.13 has it
+}
+CONSTANTS = torch.dtype | torch.layout | torch.memory_format
+Entry = list[Any]  # offset, bytes, CRC-32 and name of a part
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +84,14 @@ class CheckpointFolder:
         Raises:
             StateError: it can't be written; the old folder is as it was.
         """
-        new, first = _beside(self.path, "new"), self._rank == 0
+        new, first = _beside(self.path, "new"), self.rank == 0
         self.on_all_ranks(lambda: _clear(new, self.path) if first else None)
         try:
+            state = state | {CHECKSUMS: {str(self.rank): True}}
             self.on_all_ranks(lambda: _write(self._group, state, new))
-            self.on_all_ranks(lambda: note_checksums(new, self._rank))
+            self.on_all_ranks(lambda: note_checksums(new, self.rank))
             self.on_all_ranks(lambda: _replace(new, self.path) if first else None)
-        except StateError:
+        except BaseException:  # Ctrl-C too
             if first:
                 shutil.rmtree(new, ignore_errors=True)
             raise
@@ -73,7 +107,9 @@ class CheckpointFolder:
         """
         metadata = self.on_all_ranks(lambda: _read_metadata(self._there, what))
         ranks = 1 if self.watchdog is None else len(self.watchdog.members)
-        self.on_all_ranks(lambda: refuse_damaged(self._there, self._rank, ranks))
+        expected = [name for name in metadata.state_dict_metadata if name.startswith(f"{CHECKSUMS}.")]
+        self.on_all_ranks(lambda: _refuse_missing(self._there, expected))
+        self.on_all_ranks(lambda: refuse_damaged(self._there, self.rank, ranks))
         return metadata
 
     def read(self, state: dict[str, Any], late: bool = False) -> None:
@@ -101,6 +137,10 @@ class CheckpointFolder:
         except CollectiveError:
             raise
         except (Exception, CheckpointException) as caught:  # a CheckpointException is no Exception
+            if isinstance(caught, CheckpointException) and self.watchdog is None:
+                for cause, _ in caught.failures.values():
+                    if isinstance(cause, KeyboardInterrupt):
+                        raise cause from caught
             error = caught
         reason = None if error is None else _reason(error)
         failures = all_failures(self.watchdog, reason, name) if self.watchdog else {0: reason} if reason else {}
@@ -109,7 +149,7 @@ class CheckpointFolder:
         return cast(T, result)
 
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
         return 0 if self.watchdog is None else self.watchdog.group.rank()
 
     @property
@@ -140,6 +180,9 @@ def _clear(new: Path, path: Path) -> None:
         raise StateError(f"{path} is no folder, so it is not replaced: name another")
     if path.exists() and any(path.iterdir()) and not (path / METADATA).exists():
         raise StateError(f"{path} is there and is no checkpoint, so it is not replaced: name another folder")
+    for each in path.iterdir() if path.exists() else ():
+        if each.name != METADATA and not (each.name.startswith("__") and each.suffix in (".distcp", ".crc32")):
+            raise StateError(f"{each} is no part of the checkpoint, which is replaced as a whole: put it elsewhere")
     old = _beside(path, "old")
     if _is_between_names(path):
         os.rename(old, path)
@@ -163,7 +206,7 @@ def _read_metadata(folder: Path, what: str) -> Metadata:
         advice = "give a folder of save_sharded, or load a file with memgraph.load_state"
         raise StateError(f"{folder} is no folder; {advice}") from error
     except FileNotFoundError as error:
-        raise StateError(f"there is no checkpoint in {folder}") from error
+        raise StateError(f"there is no checkpoint in {folder}; give a folder of save_sharded") from error
     except Exception as error:  # a damaged pickle may raise anything
         raise StateError(f"{folder / METADATA} is damaged: {error}") from error
     if not any(name.startswith(what) for name in metadata.state_dict_metadata):
@@ -220,3 +263,89 @@ def _exchange_names(one: Path, other: Path) -> bool:
     if renameat2 is None:
         return False
     return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+class Reader(FileSystemReader):
+    """Torch's reader, which allows only the classes of a checkpoint's metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = _Unpickler(io.BytesIO(Path(self._get_metadata_path(kwargs.get("rank"))).read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """Torch's planner, which loads only tensors, numbers, texts and containers of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises an error if there is anything else in it
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of `KNOWN` or a constant of torch; a name with dots in it reaches nothing else."""
+        if (module, name) in KNOWN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(constant := vars(torch).get(name), CONSTANTS):
+            return constant
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there, and is not loaded")
+
+
+def note_checksums(folder: Path, rank: int) -> None:
+    """Write the checksums of this rank's files, once the folder is complete."""
+    files: dict[str, list[Entry]] = {}
+    for index, info in Reader(folder).read_metadata().storage_data.items():
+        if info.relative_path.startswith(f"__{rank}_"):
+            crc = _checksum(folder / info.relative_path, info.offset, info.length)
+            files.setdefault(info.relative_path, []).append([info.offset, info.length, crc, index.fqn])
+    if rank == 0:
+        size = (folder / METADATA).stat().st_size
+        files[METADATA] = [[0, size, _checksum(folder / METADATA, 0, size), METADATA]]
+    with open(folder / f"__{rank}.crc32", "w") as file:
+        json.dump(files, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _refuse_missing(folder: Path, expected: Iterable[str]) -> None:
+    for name in expected:
+        notes = folder / f"__{name.removeprefix(CHECKSUMS)[1:]}.crc32"
+        if not notes.exists():
+            raise StateError(f"{notes} is missing, so nothing tells whether the folder is as it was written")
+
+
+def refuse_damaged(folder: Path, rank: int, ranks: int) -> None:
+    """Compare this rank's share of the folder with its checksums; older folders have none."""
+    for path, (offset, nbytes, crc, name) in list(_entries(folder))[rank::ranks]:
+        if _checksum(path, offset, nbytes) != crc:
+            raise StateError(f"{name!r} was damaged since it was written, in {path}; continue from an earlier one")
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, Entry]]:
+    for notes in sorted(folder.glob("__*.crc32")):
+        try:
+            files = json.loads(notes.read_bytes())
+            listed = [(folder / name, entry) for name, each in sorted(files.items()) for entry in each]
+            is_valid = all(
+                len(entry) == 4 and all(isinstance(number, int) for number in entry[:3]) for _, entry in listed
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            raise StateError(f"{notes} was damaged since it was written: {error}") from error
+        if not is_valid:
+            raise StateError(f"{notes} was damaged since it was written")
+        yield from listed
+
+
+def _checksum(path: Path, offset: int, nbytes: int) -> int:
+    """Return the CRC-32 of some bytes of a file, or of as many as it has."""
+    crc = 0
+    with open(path, "rb") as file:
+        file.seek(max(offset, 0))
+        while nbytes > 0 and (chunk := file.read(min(CHUNK, nbytes))):
+            crc, nbytes = zlib.crc32(chunk, crc), nbytes - len(chunk)
+    return crc

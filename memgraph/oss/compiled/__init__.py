@@ -4,5 +4,4 @@ insert_reduce_scatter    reduce gradients in backward, bucket by bucket
 insert_all_gather        gather updated parameters in forward, bucket by bucket
 step_memory              bytes that the sharded optimizer keeps and its step allocates
 joint_planning           plan one step on all ranks: same trace, same prices, same plan
-bandwidth                measure the collectives of a group
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import passes
-from passes import Machine, PlanResult, Storage, Trace
+from passes import Link, Machine, PlanResult, Storage, Trace
 from passes.ir.machine import rates, with_rates
 
 from ...errors import AgreementError, CollectiveError, MemgraphError, PlanError
@@ -65,10 +65,16 @@ class JointPlanner:
         check_agreement(self.comm.watchdog, [FINE], ADVICE)
         machine = with_rates(machine, self.of_first_rank(rates(machine)))
         hosts = all_texts(self.comm.watchdog, platform.node().encode(), "count of hosts")
-        capacity = machine.link.capacity // hosts.count(platform.node().encode())
-        link = replace(machine.link, capacity=self.minimum(capacity))
+        beside = hosts.count(platform.node().encode())
+        link = self._shared(machine.link, beside)
+        behind = tuple(replace(tier, link=self._shared(tier.link, beside)) for tier in machine.behind)
         enabled, window = bool(self.minimum(machine.streaming.enabled)), -self.minimum(-machine.streaming.window)
-        return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
+        streaming = replace(machine.streaming, enabled=enabled, window=window)
+        return replace(machine, link=link, behind=behind, streaming=streaming)
+
+    def _shared(self, link: Link, ranks: int) -> Link:
+        """Return a link with the room that each of the ranks of a host has."""
+        return replace(link, capacity=self.minimum(link.capacity // ranks))
 
     def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
         if self.comm.rank == 0:

@@ -17,9 +17,10 @@ from torch import Tensor
 from passes import Trace
 from passes.ir.machine import CAST_WORKSPACE, SMALLEST_STREAMED
 
-from ...optim.optimizer_clone import ClonedOptimizer, clone_optimizer, plain_attributes
-from ...optim.optimizer_profiler import update_nbytes
+from ...optim.kernel_text import plain_attributes
+from ...optim.optimizer_profiler import OptimizerProfiler, update_nbytes
 from ...optim.trained_parameters import Owner, TrainedParameters, is_large
+from ...optim.trial_copy import copy_with
 from ...optim.update_cost import add_update_op
 from ...optim.update_operands import no_parameters
 from ...optim.window_memory import OffloadedTensors, window_bytes
@@ -127,7 +128,7 @@ def _update_nbytes(oss: OSS, bucket: BucketViews) -> tuple[int, int]:
     """Return the bytes of the states of this rank's shards of a bucket, and of the workspace of their update."""
     group, key = _own_group(oss, bucket)
     if key not in _updates:
-        _updates[key] = update_nbytes(clone_optimizer(oss.inner, [group]))
+        _updates[key] = update_nbytes(copy_with(oss.inner, [group]))
     return _updates[key]
 
 
@@ -140,7 +141,7 @@ def _window_nbytes(oss: OSS, bucket: BucketViews) -> int:
     key = key, window
     if key not in _windows:
         parts = OffloadedTensors(no_parameters, no_parameters, is_large)
-        nbytes = window_bytes(clone_optimizer(oss.inner, [group]), window, parts, group["params"])
+        nbytes = window_bytes(copy_with(oss.inner, [group]), window, parts, group["params"])
         _windows[key] = max(each.total for each in nbytes)
     return _windows[key]
 
@@ -166,7 +167,7 @@ def _whole_update_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, in
             groups[oss.layout.group_of[shard.param]].append(stepped)
             certain += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(clone_optimizer(oss.inner, given), certain)
+    return update_nbytes(copy_with(oss.inner, given), certain)
 
 
 def _as_trained(view: Tensor) -> Tensor:
@@ -237,6 +238,6 @@ def large_state_nbytes(oss: OSS) -> list[list[int]]:
 def _state_nbytes_per_element(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     """Return the bytes of states for an element of a parameter of each group and dtype."""
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    clone = ClonedOptimizer(clone_optimizer(oss.inner, given))
+    profiler = OptimizerProfiler(copy_with(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.layout.group_of, oss.layout.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in clone.state_dtypes(*kind).values() if dtype) for kind in kinds}
+    return {kind: profiler.element_nbytes(*kind, oss.layout.device) for kind in kinds}

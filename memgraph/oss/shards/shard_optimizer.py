@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from ...optim.elementwise import is_elementwise, unhooked_step
-from ...optim.optimizer_clone import unclonable_reason
+from ...optim.elementwise import is_elementwise
+from ...optim.step_on import step_on
+from ...optim.update_unit import shared_change
 from .layout import ShardLayout
 from .param_groups import Group, options, template
 
@@ -22,7 +23,7 @@ class ShardOptimizer:
         plain = template(kind, groups, kwargs)
         self.defaults = dict(plain.defaults)
         # A step that changes more than the states of its parameters has to run once for all of them.
-        self.splits = is_elementwise(plain) and not unclonable_reason(plain)
+        self.splits = is_elementwise(plain) and not shared_change(plain)
         self.needs_closure = issubclass(kind, optim.LBFGS)
         self.optimizer: Any = None
 
@@ -60,8 +61,4 @@ class ShardOptimizer:
                 group["params"][:] = layout.group_views(i)  # in place: LBFGS keeps this list
 
     def step(self, groups: list[Group], kwargs: Group) -> None:
-        before, self.optimizer.param_groups = self.optimizer.param_groups, groups
-        try:
-            unhooked_step(type(self.optimizer))(self.optimizer, **kwargs)
-        finally:
-            self.optimizer.param_groups = before
+        step_on(self.optimizer, groups, **kwargs)

@@ -2,7 +2,6 @@
 
 attempts         the graphs to plan, each where none before it fits
 graph_planner    the plan of an attempt: with slices, or without if that is faster
-priced_attempts  the same, priced, for any budget
 refusal          the error where none fits
 """
 
@@ -10,6 +9,6 @@ from .attempts import Attempt as Attempt
 from .attempts import Attempts as Attempts
 from .graph_planner import GraphPlanner as GraphPlanner
 from .graph_planner import Planned as Planned
+from .graph_planner import PricedAttempts as PricedAttempts
+from .graph_planner import PricedStep as PricedStep
 from .graph_planner import Refused as Refused
-from .priced_attempts import PricedAttempts as PricedAttempts
-from .priced_attempts import PricedStep as PricedStep

@@ -98,7 +98,7 @@ class Attempts:
         refused = Reason.RECORDED if self.options.cuda_graphs is True else self.state.whole_reason
         if refused is not None:
             self.whole = refused_weights(first.captured, refused)
-        return refused is None and first.target.tier is not None
+        return refused is None and first.target.tiers != ()
 
     def _whole(self, sliced: StepGraph, machine: Machine) -> StepGraph | None:
         """Return a graph without its slices.

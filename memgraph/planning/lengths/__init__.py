@@ -3,6 +3,4 @@
 step_at_length  the step of a call, made of one with symbols
 general_steps   the steps with symbols of one capture
 general_graph   the graph of such a step -> the text of one length, its distinct ops, and code for its plans
-general_code    code whose sizes are names, for all lengths with the same decisions
-nearby_times    times of ops, scaled from a step of another length
 """

@@ -1,5 +1,4 @@
 """Compile parts of a planned graph with Inductor.
 
 lowering    segments: ops between products, and the step with those that are used
-regions     all ops between two memory ops
 """

@@ -1,10 +1,6 @@
 """Draw a report as a page that a browser opens without a network.
 
 page               a report as the text of one HTML file
-columns            a plan as columns of integers: ops, lifetimes, copies, decisions
-op_columns         its ops
-budgets            the budgets between which the page's slider moves
-packing            columns of integers as short JSON; strings in one table
 page.html          the page; page.css: its colours and its layout
 script/            what draws it, in the order of `page.SCRIPTS`
 uplot/             uPlot, which draws the axes and the curves, with its licence and checksums

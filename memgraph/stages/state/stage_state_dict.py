@@ -2,11 +2,16 @@
 
 rank 1: {"last.weight": ...}               <-  a state dict of the whole model
 all ranks: their entries                   ->  rank 0: the state dict of the whole model
+
+A state dict in safetensors files, read entry by entry.
+
+model-00001-of-00002.safetensors, model-00002-of-00002.safetensors    ->    {"embed.weight": ..., ...}, read one by one
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -16,14 +21,7 @@ from torch import Tensor, nn
 from ...errors import StateError
 from ..ranks.messages import Message, receive, send, wait_for
 from ..ranks.stage_group import StageGroup
-from .safetensors_state import SafetensorsState
 from .stage_tensors import all_tensors
-
-
-def own_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the entries of the module's state dict that this rank has."""
-    state = module.state_dict()
-    return {key: value for key, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
 
 
 def load_own(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -92,3 +90,43 @@ def _gathered(group: StageGroup, key: str, value: Tensor, owner: int) -> Tensor:
     if group.rank:
         return value
     return receive(group, [message]).wait()[key] if owner else value.clone()
+
+
+class SafetensorsState(Mapping[str, Tensor]):
+    """The tensors of some files by name, while the context is open."""
+
+    def __init__(self, paths: Sequence[str | PathLike[str]]) -> None:
+        self._paths = paths
+        self._files: dict[str, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> SafetensorsState:
+        """
+        Raises:
+            StateError: a file can't be read, or two have a tensor of the same name.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        for path in self._paths:
+            try:
+                file = self._open.enter_context(safe_open(str(path), "pt"))
+            except (OSError, SafetensorError) as error:
+                raise StateError(f"{path} can't be read as a safetensors file: {error}; nothing was loaded") from error
+            names = list(file.keys())
+            if twice := [name for name in names if name in self._files]:
+                raise StateError(f"{twice[0]!r} is in {path} and in a file before it; nothing was loaded")
+            self._files |= dict.fromkeys(names, file)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)

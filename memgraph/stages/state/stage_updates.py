@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ...optim.optimizer_profiler import OptimizerProfiler, kinds_of
+from ...optim.optimizer_profiler import OptimizerProfiler
+from ...optim.parameter_kind import kinds_of
 from ...oss import OSS
 from ...oss.comm.agreement import format_option
 from ...oss.comm.watchdog import CollectiveWatchdog

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 import memgraph
 from memgraph import Point, Sweep
 from memgraph.api.budget_sweep import POINTS
-from memgraph.api.unplanned import unplanned
+from memgraph.command.planning import unplanned
 from memgraph.profile import op_profiler
 from memgraph.profile.op_cost import OpCost
 from memgraph.profile.op_profiler import nominal_us
@@ -79,6 +79,7 @@ def test_all_commands_give_one_time_for_the_step_as_it_is(
     assert "goes beyond the budget" not in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", [swept, searched])
 def test_less_memory_never_takes_less_time(of: Any) -> None:
     points = [point for point in of().points if point.fits]
@@ -100,6 +101,7 @@ def test_what_needs_nothing_has_no_decisions_and_keeps_all() -> None:
     assert searched().points[-1].kept < 1
 
 
+@pytest.mark.long
 def test_the_smallest_budget_works_and_a_byte_less_is_a_point_that_does_not_fit() -> None:
     smallest = swept().smallest
     memgraph.plan(net(), batch(), budget=smallest, offload=None, time_limit=0)
@@ -187,6 +189,7 @@ def test_as_a_table_it_has_a_line_a_point() -> None:
     assert sum(line.endswith("smallest") for line in lines) == 1
 
 
+@pytest.mark.long
 def test_it_counts_the_optimizer_and_takes_keyword_arguments_and_a_loss() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

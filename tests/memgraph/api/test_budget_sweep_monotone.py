@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memgraph import Sweep
 from memgraph.api.budget_sweep import _BudgetPlans
-from memgraph.planning.attempts.priced_attempts import PricedStep
+from memgraph.planning.attempts.graph_planner import PricedStep
 from memgraph.planning.progress import Progress
 from passes import Machine, Trace, predict
 from passes.lp import problem

@@ -20,6 +20,7 @@ def test_all_that_compile_takes_is_taken() -> None:
     assert taken["sweep"] - taken["plan"] == {"budgets"}
 
 
+@pytest.mark.long
 def test_updates_in_backward() -> None:
     model = net()
     options: dict[str, Any] = {"optimizer": torch.optim.Adam(model.parameters()), "loss": nn.functional.mse_loss}

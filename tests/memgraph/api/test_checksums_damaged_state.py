@@ -37,6 +37,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_flipped_bit_is_loaded(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

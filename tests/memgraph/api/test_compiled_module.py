@@ -57,6 +57,7 @@ def test_what_is_saved_of_the_compiled_module_loads_into_the_plain_one() -> None
     )
 
 
+@pytest.mark.long
 @tight
 def test_train_and_eval_switch_back_and_forth() -> None:
     def loop(model: Any) -> list[Fact]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import memgraph
 from tests.support.models import batch, net
 
 
+@pytest.mark.long
 def test_all_kinds_of_calls_have_a_report_and_the_latest_is_last() -> None:
     model = memgraph.compile(net(), "1GB", time_limit=0)
     assert not model.plans

@@ -22,6 +22,7 @@ def made() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "transform",
     [

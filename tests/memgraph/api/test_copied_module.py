@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import memgraph
 from memgraph.planning import search
@@ -60,6 +61,7 @@ def test_a_pickle_after_steps_trains() -> None:
     assert steps(pickle.loads(pickle.dumps(compiled)), 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_no_optimizer_and_trains(how: Any) -> None:
     module = Net()
@@ -80,3 +82,18 @@ def test_an_average_of_the_weights_is_kept_beside_a_module_with_an_optimizer() -
     average.update_parameters(compiled)
     with torch.no_grad():
         assert torch.equal(average.eval()(batch()), module.eval()(batch()))
+
+
+def test_a_shallow_copy_shares_parameters_and_no_attributes() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4))
+    net.scale = 1
+    compiled: Any = memgraph.compile(net, 1 << 30)
+    copied = copy.copy(compiled)
+    copied.scale = 2
+    assert (compiled.scale, copied.scale) == (1, 2) and copied[0] is compiled[0]
+    x = torch.ones(2, 4)
+    compiled(x).sum().backward()
+    expected = [2 * p.grad for p in compiled.parameters()]
+    copied(x).sum().backward()
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)

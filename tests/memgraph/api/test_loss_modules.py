@@ -108,3 +108,12 @@ def test_a_loss_with_state_trains_as_in_eager(kind: Callable[[], Any], module: t
     if kind is Keeping:
         assert torch.equal(loss.last, plain_loss.last)
     assert model.state_dict().keys() == step.state_dict().keys()
+
+
+def test_a_loss_that_returns_nothing_is_named() -> None:
+    def forgetful(output: Tensor, target: Tensor) -> None:
+        (output - target).square().mean()
+
+    compiled = memgraph.compile(nn.Linear(4, 4), "1GB", loss=forgetful)
+    with pytest.raises(TypeError, match=r"loss= \(.*forgetful\) returned None, .*is its `return` missing"):
+        compiled(torch.ones(2, 4), target=torch.ones(2, 4))

@@ -91,6 +91,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, there[name]) for name, value in one.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", [plain, compiled])
 @pytest.mark.parametrize("first", [plain, compiled])
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any], second: Callable[..., Any]) -> None:
@@ -127,6 +128,7 @@ print(model[1].weight.sum().item(), found["memgraph.optimizer.state.0.exp_avg"].
 """
 
 
+@pytest.mark.long
 def test_a_process_without_memgraph_loads_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
@@ -191,6 +193,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.long
 def test_what_lies_on_disk_is_never_whole_in_memory(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True)
     assert run.stdout == "written\n", run.stderr
@@ -271,6 +274,7 @@ def test_what_is_no_state_or_of_another_model_changes_nothing(tmp_path: Path) ->
     assert not optimizer.state
 
 
+@pytest.mark.long
 def test_the_plans_of_a_compiled_model_are_kept(tmp_path: Path) -> None:
     _, optimizer, called = trained(compiled)
     save_state(tmp_path / NAME, called, optimizer)

@@ -19,6 +19,7 @@ class Model(nn.Module):
         return (x if weight is None else x * weight).square().mean()
 
 
+@pytest.mark.long
 def test_the_plan_of_a_shape_is_that_of_a_batch() -> None:
     model, ids, weight = Model(), torch.zeros(40, 30, dtype=torch.long), torch.ones(40, 30, 1)
     plain = memgraph.plan(model, ids, weight=weight, budget="1GB")

@@ -63,6 +63,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return Plain(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", [plain, compiled])
 @pytest.mark.parametrize("first", [plain, compiled])
 def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any], second: Callable[..., Any]) -> None:
@@ -86,6 +87,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+@pytest.mark.long
 def test_plain_torch_loads_it(tmp_path: Path) -> None:
     model = net()
     adam = torch.optim.AdamW(model.parameters())

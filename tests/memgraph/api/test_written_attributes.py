@@ -81,6 +81,7 @@ def logged(part: Any, rows: int) -> float:
 KINDS = [number, first, new_attribute, listed, in_an_object, replaced, latest, latest_shape, logged]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", KINDS)
 @pytest.mark.parametrize("order", [(9, 7, 9, 5, 7, 9, 5), (2, 3, 2)])
 def test_kinds_of_calls_see_what_others_wrote(scale: Callable[[Any, int], float], order: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -70,6 +71,7 @@ class Stateful(nn.Module):
         return y * scale
 
 
+@pytest.mark.long
 def test_random_forwards_give_eagers_bits_or_are_refused() -> None:
     ends = Counter(_end(seed) for seed in range(MODULES))
     assert ends["same"] > MODULES / 2 and ends["refused"] > 0, ends

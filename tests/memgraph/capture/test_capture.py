@@ -192,6 +192,7 @@ def test_a_gradient_that_is_copied_has_the_order_of_its_parameter(order: tuple[i
     agrees(Expanded(), torch.randn([3] * len(order)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", list(permutations(range(3))) + [(0, 3, 1, 2), (0, 2, 3, 1)])
 def test_dropout_draws_in_the_order_of_memory_whatever_that_is(order: tuple[int, ...]) -> None:
     h = torch.randn((4,) * len(order))  # a mask with two dimensions swapped would fit as well

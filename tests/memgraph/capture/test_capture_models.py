@@ -28,6 +28,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_language_models_with_their_key_value_caches(name: str) -> None:
     agrees(MODELS[name](), input_ids=IDS, labels=IDS)
@@ -38,6 +39,7 @@ def test_a_language_model_under_a_padding_mask() -> None:
     assert captured.tangents == (0,) and len(captured.differentiable) > 1
 
 
+@pytest.mark.long
 def test_a_padding_mask_without_padding_takes_the_way_that_eager_takes() -> None:
     ids = torch.randint(1, 32, (4, 24), generator=torch.Generator().manual_seed(0))
     model = nets.llama(**{**SMALL, "hidden_size": 32, "num_attention_heads": 4}, num_key_value_heads=2)
@@ -58,6 +60,7 @@ def bfloat16() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.long
 def test_a_vision_model() -> None:
     agrees(
         nets.vit(**SMALL, image_size=8, patch_size=4, num_labels=3),

@@ -58,6 +58,7 @@ class Written(nn.Module):
         return self.head(y), self.output(y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("write", WRITES)
 def test_an_output_may_be_a_view_of_what_was_changed(write: Callable[[Tensor], None], name: str) -> None:
@@ -94,3 +95,60 @@ class Kept(Written):
 @pytest.mark.parametrize("write", WRITES)
 def test_a_buffer_may_be_given_a_view_of_what_was_changed(write: Callable[[Tensor], None]) -> None:
     agrees(Kept(write), X)
+
+
+def relaid(does: Callable[[Tensor], Tensor], of_output: bool) -> Callable[[Any, Tensor], Tensor]:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        before = None if of_output else does(x)
+        h: Tensor = module.linear(x)
+        return h + x + (does(h) if before is None else before)
+
+    return forward
+
+
+def transposed(x: Tensor) -> Tensor:
+    z = x.detach()
+    z.t_()
+    return z
+
+
+def with_new_layout_of_its_base(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y.detach()
+    y.t_()
+    return y + z
+
+
+@pytest.mark.parametrize("of_output", [False, True])
+@pytest.mark.parametrize(
+    "does",
+    [
+        transposed,
+        with_new_layout_of_its_base,
+        lambda x: x.data.t_() * 2,
+        lambda x: x.detach().swapdims_(0, 1).add(1),
+        lambda x: torch.ops.aten.alias(x).t_(),
+        lambda x: x.detach().unsqueeze_(0)[0],
+    ],
+    ids=["t_", "t_ of the base", "data", "swapdims_", "alias", "unsqueeze_"],
+)
+def test_an_alias_has_sizes_and_strides_of_its_own(does: Callable[[Tensor], Tensor], of_output: bool) -> None:
+    """Else the caller's own tensor would be transposed."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.run = relaid(does, of_output)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(self, x)
+
+    plain = Net()
+    ours, x = copy.deepcopy(plain), X.clone()
+    found, expected = memgraph.compile(ours, ROOM)(x), plain(X)
+    assert torch.equal(found, expected) and torch.equal(x, X)
+    found.sum().backward()
+    expected.sum().backward()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]

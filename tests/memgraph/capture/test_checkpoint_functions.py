@@ -210,12 +210,14 @@ def test_a_function_that_runs_its_block_again_trains_as_in_eager() -> None:
     trains_as_eager(lambda: Nested(Megatron))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [Stack, Nested])
 def test_so_does_each_kind_of_them_where_gradients_arrive_in_parts(make: Any, kind: Any) -> None:
     trains_as_eager(lambda: make(kind))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Inner, Megatron, GuidedDiffusion])
 def test_it_does_under_the_smallest_budget(kind: Any) -> None:
     with pytest.raises(memgraph.BudgetError) as refused:
@@ -223,6 +225,7 @@ def test_it_does_under_the_smallest_budget(kind: Any) -> None:
     trains_as_eager(lambda: Stack(kind), refused.value.smallest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_may_update_what_such_a_function_trains(kind: Any) -> None:
     trains_as_eager(lambda: Stack(kind), fuse_update=True)
@@ -280,6 +283,7 @@ class Counting(Asking):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Inner, Megatron, GuidedDiffusion])
 def test_a_block_that_asks_for_values_runs_as_it_is_with_its_function(kind: Any) -> None:
     trains_as_eager(lambda: Whole(kind, Asking))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import memgraph
 from memgraph.capture.capture import capture
 from memgraph.capture.constants import share_literals
 
@@ -52,3 +56,39 @@ def test_a_literal_goes_with_its_graphs() -> None:
     literal = weakref.ref(_constants(Literals(), 2, 7.25)[7.25][0])
     gc.collect()
     assert literal() is None
+
+
+class Tables(nn.Module):
+    """Plain tensors over one memory."""
+
+    def __init__(self, cut: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cos, self.sin = cut(torch.arange(8.0).view(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.cos + self.sin.sum()).sum()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda table: table.unbind(),
+        lambda table: (table[0], table),
+        lambda table: (table.flatten()[:4], table.t()),
+        lambda table: (torch.view_as_complex(table.view(4, 2)).real, table[1]),
+    ],
+)
+def test_plain_tensors_that_share_memory_are_read_and_counted_once(cut: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    module = Tables(cut)
+    plain = copy.deepcopy(module)
+    compiled = memgraph.compile(module, "1GB")
+    for rows in (torch.ones(2, 4), torch.full((2, 4), 3.0)):
+        loss, expected = compiled(rows), plain(rows)
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss, expected)
+    assert module.linear.weight.grad is not None and plain.linear.weight.grad is not None
+    assert torch.equal(module.linear.weight.grad, plain.linear.weight.grad)
+    tables = [op for op in compiled.plan.forecast.trace.ops if op.fn == "buffer"]
+    assert len(tables) == 2 and sum(op.nbytes for op in tables) == 32

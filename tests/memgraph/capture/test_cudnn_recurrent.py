@@ -41,6 +41,7 @@ def test_cudnn_runs_a_recurrent_layer_on_a_gpu_unless_it_is_disabled(
         assert host_lengths._is_cudnns(torch.empty(2, 3, device=device)) is expected
 
 
+@pytest.mark.long
 def test_such_a_layer_runs_as_it_is_beside_ops_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_lengths, "_is_cudnns", lambda x: True)
     x, gradients = torch.randn(2, 8, WIDTH), []

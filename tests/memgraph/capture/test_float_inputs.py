@@ -122,6 +122,7 @@ def scaled(module: Module, h: Tensor, scale: float) -> Tensor:
 STEPS = [0.05 * i + 0.013 for i in range(20)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_float_that_scales_is_captured_twice_in_twenty_steps(dtype: torch.dtype, captures: list[str]) -> None:
     x = torch.linspace(-1.0, 1.0, 24).view(4, 6).to(dtype)
@@ -159,6 +160,7 @@ def test_nothing_is_special_about_nan_infinity_and_zeros(captures: list[str]) ->
     assert captures == ["constants", "inputs"]
 
 
+@pytest.mark.long
 def test_floats_come_by_position_by_name_and_inside_of_containers(captures: list[str]) -> None:
     def computed(module: Module, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = [*args, kwargs.get("scale", 1.0)]
@@ -198,6 +200,7 @@ def test_a_float_that_nobody_reads_makes_no_kind_of_its_own(captures: list[str])
     assert captures == ["constants"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "compute",
     [
@@ -239,6 +242,7 @@ def test_an_attribute_whose_type_is_asked_for_stays_a_constant(captures: list[st
     assert captures.count("constants") == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "compute",
     [
@@ -287,6 +291,36 @@ def test_one_float_scales_and_another_branches(captures: list[str]) -> None:
     values = [(step, threshold) for threshold in (0.1, 0.9) for step in STEPS[:6]]
     compared(computed, positional(*values))
     assert captures.count("constants") == 2 and captures.count("inputs") <= 3
+
+
+def test_a_float_is_an_input_beside_checks_of_values(captures: list[str]) -> None:
+    def computed(module: Module, h: Tensor, scale: float) -> Tensor:
+        deviation = (module.other.weight.sum() * scale).exp()
+        return torch.distributions.Normal(h, deviation, validate_args=True).log_prob(h.detach() + 1.0)
+
+    compared(computed, positional(*STEPS[:12]))
+    assert captures == ["constants", "inputs"]
+
+
+def test_a_float_decides_a_branch_on_values(captures: list[str]) -> None:
+    def computed(module: Module, h: Tensor, scale: float) -> Tensor:
+        return h * scale if h.sum() < 20 * (scale - 0.5) else h.square() * scale
+
+    compared(computed, positional(*STEPS))
+    assert captures.count("constants") == 2 and captures.count("inputs") == 2
+
+
+def test_branches_that_alternate_have_a_capture_with_inputs_each(captures: list[str]) -> None:
+    signs = [1.0, -1.0] * 8
+
+    def signed(module: Any, h: Tensor, scale: float) -> Tensor:
+        return h * scale if module.sign > 0 else h.square() * scale
+
+    def before(module: Any, number: int) -> None:
+        module.register_buffer("sign", torch.tensor(signs[number]))
+
+    compared(signed, positional(*STEPS[:16]), before=before)
+    assert captures.count("constants") == 2 and captures.count("inputs") <= 4
 
 
 def test_a_value_for_which_autograd_has_another_formula_is_captured_apart(captures: list[str]) -> None:
@@ -353,6 +387,7 @@ def test_gradients_that_are_there_take_no_further_capture(captures: list[str]) -
     assert captures == ["constants", "inputs"] and len(compiled.plans) == 2
 
 
+@pytest.mark.long
 def test_a_plan_that_recomputes_reads_the_float_of_its_call(captures: list[str]) -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -447,6 +482,7 @@ def test_a_step_of_plain_floats_is_given_none() -> None:
     assert [len(call.args[3]) > 0 for call in called.call_args_list] == [False, False, True, True]
 
 
+@pytest.mark.long
 def test_a_dropped_step_with_floats_is_not_captured_again(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "PLANS", 1)
     monkeypatch.setattr(variants, "NODES", 0)

@@ -43,12 +43,14 @@ def rows(batch_first: bool = False) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True, "bidirectional": True}])
 def test_packed_sequences(kind: Callable[..., nn.RNNBase], options: dict[str, Any]) -> None:
     agrees(Reading(kind, **options), rows("batch_first" in options), torch.tensor([2, 5, 1]))
 
 
+@pytest.mark.long
 def test_other_ways_to_pack() -> None:
     agrees(Reading(nn.GRU, sorted_before=True, total=7), rows(), torch.tensor([4, 4, 1]))
     agrees(Reading(nn.LSTM, proj_size=3), rows(), torch.tensor([4, 4, 1]))
@@ -78,6 +80,7 @@ class Packed(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_a_packed_sequence_that_is_given() -> None:
     agrees(Packed(), torch.randn(7, WIDTH, requires_grad=True), torch.tensor([3, 2, 1, 1]))
 
@@ -92,6 +95,7 @@ def test_lengths_that_follow_from_shapes_are_no_guards() -> None:
     assert not captured.guards
 
 
+@pytest.mark.long
 def test_lengths_that_change_while_it_trains() -> None:
     plain = Reading(nn.GRU, batch_first=True)
     model = copy.deepcopy(plain)
@@ -161,6 +165,7 @@ def test_a_name_with_a_number_from_a_tensor_is_a_guard() -> None:
     assert [guard.expected for guard in captured.guards] == [(1,)]
 
 
+@pytest.mark.long
 def test_functions_are_as_before_after_a_capture() -> None:
     before = torch.ctc_loss, torch.tensor_split, torch._VF.lstm, torch._VF._pack_padded_sequence
     capture(Reading(nn.LSTM), (rows(), torch.tensor([2, 5, 1])), {})

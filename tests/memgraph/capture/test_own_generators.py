@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_submodule_that_draws_from_its_own_generator_runs_as_in_eager(name: str) -> None:
     make, draw = CASES[name]

@@ -76,6 +76,7 @@ def trained_as_eager(model: Tagger, budget: int, steps: int = 3, **options: Any)
     return ours
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options", "layers"),
     [
@@ -93,6 +94,7 @@ def test_each_layer_is_one_op_with_eagers_bits(
     assert whole_layers(ours) == layers and ours.plan.opaque == ()
 
 
+@pytest.mark.long
 def test_gradients_that_come_before_those_of_a_layer_are_added_in_eagers_order() -> None:
     skips = Tagger(nn.GRU, skips=True, bidirectional=True)
     assert whole_layers(trained_as_eager(skips, ROOMY)) == 0
@@ -100,6 +102,7 @@ def test_gradients_that_come_before_those_of_a_layer_are_added_in_eagers_order()
     assert whole_layers(trained_as_eager(Tagger(nn.GRU, skips=True), ROOMY)) == 1  # one direction reads its input once
 
 
+@pytest.mark.long
 def test_a_layer_runs_again_where_its_steps_are_too_many_bytes() -> None:
     model = Tagger(nn.GRU, num_layers=3)
     roomy = trained_as_eager(copy.deepcopy(model), ROOMY).plan.peak
@@ -107,6 +110,7 @@ def test_a_layer_runs_again_where_its_steps_are_too_many_bytes() -> None:
     assert whole_layers(ours) > 3
 
 
+@pytest.mark.long
 def test_layers_are_the_ops_of_their_steps_where_no_plan_fits_otherwise() -> None:
     model = Tagger(nn.GRU)
     whole = trained_as_eager(copy.deepcopy(model), ROOMY).plan.peak

@@ -132,6 +132,7 @@ def of_outputs(model: Any) -> list[Fact]:
     return []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [followed, replaced, centred, scaled])
 def test_a_loss_of_outputs_beside_the_loss_is_as_in_eager(change: Change) -> None:
     assert_alike(of_outputs, lambda: Buffered(change))

@@ -74,6 +74,7 @@ def trained(model: Any) -> list[Fact]:
     return facts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Renormed, Normalized, NormalizedAfter])
 def test_a_loss_of_other_outputs_finds_parameters_that_forward_has_written_once(make: Callable[[], nn.Module]) -> None:
     assert_alike(trained, make)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ with warnings.catch_warnings(action="ignore"):
         return x / torch.sqrt(torch.tensor(width, dtype=torch.float)) + torch.where(x > 0, x, torch.tensor(0.5))
 
 
+@pytest.mark.long
 def test_its_ops_are_the_steps_own() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -42,6 +42,7 @@ class Writes(nn.Module):
         return (before * self.linear(x)).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_write_into_a_slice_takes_no_more_than_foretold(cut: str, write: str) -> None:

@@ -138,6 +138,7 @@ DATA: dict[str, Compute] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DATA)
 def test_a_number_that_is_computed_with_is_no_assumption(name: str) -> None:
     compiled = trained(DATA[name], batches())
@@ -145,6 +146,7 @@ def test_a_number_that_is_computed_with_is_no_assumption(name: str) -> None:
     assert not [each for each in assumed_values(compiled.plan) if each.failures or each.text.startswith("the value is")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute", [in_python, as_an_argument, in_place, running])
 def test_a_number_is_the_same_whatever_is_recomputed_or_offloaded(compute: Compute, fate: Placement) -> None:
     compiled = trained(compute, batches(2))
@@ -152,6 +154,7 @@ def test_a_number_is_the_same_whatever_is_recomputed_or_offloaded(compute: Compu
     assert bool(compiled.plan.plan) == (fate is not Placement.KEEP)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_number_rounds_as_in_eager_whatever_it_meets(dtype: torch.dtype) -> None:
     for compute in (in_python, clipped, running):
@@ -178,6 +181,7 @@ EXACT: dict[str, Compute] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXACT)
 def test_a_number_that_is_asked_for_is_guarded(name: str) -> None:
     first, second, *_ = batches()
@@ -245,6 +249,7 @@ def test_a_number_that_is_returned_is_refused_of_micro_batches() -> None:
         memgraph.compile(model, ROOM, microbatches=2, reduction="mean")(batches(1)[0])
 
 
+@pytest.mark.long
 def test_a_check_is_made_in_each_micro_batch() -> None:
     def check(model: Counting, h: Tensor) -> Tensor:
         return h.exp() if h.detach().max().item() > 1e6 else h.sin()

@@ -31,6 +31,7 @@ def attention() -> nn.Module:
     return nn.MultiheadAttention(32, 4, batch_first=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "args", "kwargs"),
     [
@@ -73,6 +74,7 @@ class Twice(nn.Module):
         return h if a is b else h * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("same", ["aaa", "aab", "aba", "abc", "aaa"])
 def test_one_tensor_that_is_given_twice_is_one_input(same: str) -> None:
     module, results = Twice(), []

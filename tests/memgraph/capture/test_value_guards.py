@@ -84,6 +84,7 @@ ASKS: dict[str, Ask] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ASKS)
 def test_steps_equal_eager_to_the_bit_while_values_change(name: str) -> None:
     torch.manual_seed(0)
@@ -139,6 +140,7 @@ def test_a_nan_in_mid_training_is_met_as_in_eager() -> None:
     assert len(compiled.plans) == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter is built with a C compiler")
 def test_the_budget_holds_in_every_step_those_included_that_are_undone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.counted_guards"]
@@ -188,6 +190,7 @@ def test_the_models_own_check_raises_its_own_error() -> None:
     compiled(x, MASKS[0]).backward()
 
 
+@pytest.mark.long
 def test_values_that_never_repeat_get_one_warning_with_the_line() -> None:
     model = Asking(lambda model, h, mask: h[: int(mask.sum())])
     compiled = memgraph.compile(model, ROOM)
@@ -246,6 +249,7 @@ def test_a_call_that_adds_to_gradients_needs_no_room_for_a_run_that_it_does_not_
         compiled(x).backward()
 
 
+@pytest.mark.long
 def test_a_run_for_values_is_beside_the_optimizers_states() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -329,6 +333,7 @@ def train(model: nn.Module, x: Tensor, **options: Any) -> memgraph.CompiledModul
     return compiled
 
 
+@pytest.mark.long
 def test_a_run_with_fused_updates_is_undone() -> None:
     train(Branching(), torch.randn(64, 64), budget=ROOM, fuse_update=True)
 
@@ -343,6 +348,7 @@ class Streamed(nn.Module):
         return loss(y.tanh() if flag.any() else y)
 
 
+@pytest.mark.long
 def test_a_run_with_streamed_state_is_undone(tmp_path: Path) -> None:
     def smallest() -> int:
         model = Streamed()

@@ -77,6 +77,7 @@ class LogSigmoid(nn.Module):
         return F.binary_cross_entropy_with_logits(self.body(x), (x > 0).to(x.dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [LogSigmoid, NamedExperts, Routed, Told, Converted])
 def test_it_trains_as_in_eager(make: type[nn.Module]) -> None:
     assert_alike(steps, make)

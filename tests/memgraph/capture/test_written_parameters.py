@@ -32,6 +32,7 @@ class Momentum(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_forward_writes_to_a_parameter_lasts_however_small_the_budget(trained: bool, fused: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -76,6 +77,7 @@ def plans(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tu
     return files
 
 
+@pytest.mark.long
 def test_a_process_prints_the_report_alone_on_stdout(target: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "memgraph", "plan", f"{target}:setup", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
@@ -97,6 +99,7 @@ def test_torch_is_imported_behind_the_first_line_and_not_to_read_text(words: str
     assert ("nowhere.json" in done.stderr) is words.endswith("nowhere.json")
 
 
+@pytest.mark.long
 def test_what_the_factory_prints_is_no_data(target: str) -> None:
     command = [sys.executable, "-m", "memgraph", "plan", f"{target}:prints", "--budget", "1GB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -116,6 +119,7 @@ def test_a_budget_that_no_plan_fits_is_exit_code_3(target: str, capsys: pytest.C
     assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_plan_is_written_shown_and_compared(
     plans: tuple[Path, Path], target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +136,7 @@ def test_a_plan_is_written_shown_and_compared(
     assert memgraph.compile(model, "1GB", plan=one)  # the file that it writes is one that compile takes
 
 
+@pytest.mark.long
 def test_a_plan_file_is_verified_without_a_solver(
     plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +148,7 @@ def test_a_plan_file_is_verified_without_a_solver(
         assert found["peak"] == memgraph.SavedPlan.from_json(file.read_text()).peak <= found["budget"]
 
 
+@pytest.mark.long
 def test_a_file_that_claims_too_much_is_not_verified(
     plans: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +175,7 @@ def test_a_timeline_and_a_graph_are_written(target: str, tmp_path: Path) -> None
     assert "return" in nx.read_graphml(graph)
 
 
+@pytest.mark.long
 def test_a_sweep_is_printed_and_given_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["sweep", f"{target}:setup", "--budget", "1GB", "--budget", "0.5", "--budget", "100KB", "--json"]
     assert main([*given, "--time-limit", "1"]) == 0
@@ -220,6 +227,7 @@ def test_factories_may_return_a_module_with_arguments(target: str) -> None:
     assert main(["plan", f"{target}:pair", "--budget", "1MB"]) == 0
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_ends_quietly(plans: tuple[Path, Path], tmp_path: Path) -> None:
     page = str(tmp_path / "page.html")
     command = [
@@ -311,6 +319,7 @@ def test_the_doctor_looks_at_disk_memory_and_versions(capsys: pytest.CaptureFixt
     assert str(tmp_path) in found["disk"]["found"]
 
 
+@pytest.mark.long
 def test_the_demo_trains_to_equal_losses_under_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert main(["demo", "--steps", "2", "-o", str(file)]) == 0
@@ -330,3 +339,46 @@ def test_help_has_examples_and_all_exit_codes(capsys: pytest.CaptureFixture[str]
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "Usage: memgraph" in text and "memgraph plan train.py:setup" in text and "130 interrupted" in text
+
+
+def test_a_choice_of_a_plan_is_explained(
+    target: str, plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = memgraph.Report.from_json(plans[1].read_text())
+    value, kind = next((each.value, type(each).__name__.lower()) for each in report.plan)
+    assert main(["explain", str(plans[1]), value, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["value"] == value and found["us"] == report.predicted_us
+    assert [each["kind"] for each in found["choices"] if each["taken"]] == ["offload" if kind == "stream" else kind]
+    assert main(["explain", str(plans[1]), value, "--choice", "keep"]) == 0
+    printed = capsys.readouterr().out
+    assert "chosen; this plan takes" in printed and printed.count("keep") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["PLAN"], "name a value of the plan"),
+        (["PLAN", "nothing"], "no value 'nothing'"),
+        (["PLAN", "tangent_0"], "stays on the device"),
+        (["PLAN", "0", "--choice", "swap"], "no choice 'swap'"),
+        (["TARGET", "0"], "give the file of `memgraph plan -o`"),
+        (["none.json", "0"], "no file 'none.json'"),
+    ],
+)
+def test_what_can_t_be_explained_is_said(
+    words: list[str], said: str, target: str, plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"PLAN": str(plans[1]), "TARGET": f"{target}:setup"}
+    assert main(["explain", *(places.get(word, word) for word in words)]) == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_versions_are_printed_without_a_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    told = capfd.readouterr()
+    assert (
+        told.out == f"memgraph {memgraph.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    )
+    assert told.err == ""

@@ -45,6 +45,7 @@ def _found(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_a_configuration_is_planned_for_a_device_that_is_not_here(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_configuration_is_planned_for_a_device_that_is_not_here(
     assert "fits: forecast" in text and "not counted: " in text
 
 
+@pytest.mark.long
 def test_the_largest_batch_fits_and_the_next_does_not(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["fit", config, "--device", "h200", "--budget", "150MB", "--seq", "64", "--json"]
     assert main([*given, "--max", "batch"]) == 0
@@ -69,17 +71,20 @@ def test_the_largest_batch_fits_and_the_next_does_not(config: str, capsys: pytes
     assert found["peak"] <= 150_000_000 < largest["next_nbytes"]
 
 
+@pytest.mark.long
 def test_the_largest_length_ends_where_the_model_does(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", config, "--device", "h200", "--max", "seq", "--seq", "64"]) == 0
     assert "largest seq: 256; the model takes no more" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_exit_code_3(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--max", "batch"]):
         assert main(["fit", f"{factory}:setup", "--device", "l4", "--budget", "19MB", *more]) == 3
         assert "the smallest budget for which a plan was found is" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_factories_are_called_on_meta_with_their_sizes(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", f"{factory}:setup", "--device", "l4", "--budget", "40MB", "--max", "batch", "--json"]) == 0
     assert _found(capsys)["largest"]["batch"] > 4
@@ -143,6 +148,7 @@ def test_a_path_is_not_looked_up_on_the_network(
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split()) and not asked
 
 
+@pytest.mark.long
 def test_doctor_writes_the_profile_of_this_machine(
     tmp_path: Path, factory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,9 +165,10 @@ def test_what_the_device_holds_is_said_and_decides(factory: str, capsys: pytest.
     assert (found := _found(capsys))["held"] > found["peak"]
     assert main(given) == 0
     text = capsys.readouterr().out
-    assert "torch's allocator would hold " in text and "MB that the device has" in text and "warning" not in text
+    assert "torch's allocator would hold " in text and "GB that the device has" in text and "warning" not in text
 
 
+@pytest.mark.long
 def test_a_step_that_takes_twice_as_long_is_no_fit_without_a_word(
     factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,3 +178,16 @@ def test_a_step_that_takes_twice_as_long_is_no_fit_without_a_word(
     given = ["fit", f"{factory}:setup", "--device", str(slow), "--batch", "256", "--time-limit", "5"]
     assert main([*given, "--budget", "2MB"]) == 0
     assert "warning: it fits for " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_size_that_the_factory_does_not_take_is_refused_and_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fixed.py").write_text(
+        "import torch\ndef setup():\n    return torch.nn.Linear(8, 8), torch.empty(4, 8)\n"
+    )
+    target = ["fit", f"{tmp_path / 'fixed.py'}:setup", "--device", "l4"]
+    assert main([*target, "--batch", "64", "--seq", "9"]) == 2
+    assert "--batch and --seq would change nothing" in capsys.readouterr().err.replace("\n", " ")
+    assert main(target) == 0
+    assert "parameters; NVIDIA L4" in capsys.readouterr().out

@@ -48,6 +48,7 @@ def interrupted(folder: Path, line: str, count: int = 1) -> tuple[int, str, str]
     return process.returncode, out, "".join(said) + rest
 
 
+@pytest.mark.long
 def test_the_best_plan_so_far_is_taken(tmp_path: Path) -> None:
     for count in (2, 4, 8, 16):
         code, out, said = interrupted(tmp_path, SEARCHES, count)
@@ -60,6 +61,7 @@ def test_the_best_plan_so_far_is_taken(tmp_path: Path) -> None:
     assert "interrupt again to stop" in said
 
 
+@pytest.mark.long
 def test_without_a_plan_the_exit_code_is_130(tmp_path: Path) -> None:
     code, out, said = interrupted(tmp_path, CAPTURED)
     assert (code, out) == (130, ""), said

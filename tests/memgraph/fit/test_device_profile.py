@@ -52,6 +52,7 @@ def test_a_file_that_is_no_profile_says_why(tmp_path: Path, change: dict[str, ob
         read_profile(str(file))
 
 
+@pytest.mark.long
 def test_the_profile_of_this_cpu_is_read_back_as_it_was_measured(tmp_path: Path) -> None:
     profile = measured_profile(tmp_path)
     file = tmp_path / "cpu.json"

@@ -21,6 +21,7 @@ def _model(device: str) -> nn.Module:
         return nn.Sequential(nn.Linear(300, 1000), nn.Linear(1000, 500), nn.LayerNorm(500))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -52,6 +52,7 @@ def test_a_model_with_real_tensors_is_the_same_step() -> None:
     assert _fitted(device="cpu").trace == _fitted().trace
 
 
+@pytest.mark.long
 def test_a_plan_is_made_for_a_budget_and_saved() -> None:
     plain = _fitted().smallest_plan().peak
     report = _fitted(budget=int(0.8 * plain)).plan(seconds=5)
@@ -66,6 +67,7 @@ def test_a_budget_that_is_too_small_names_one_that_works() -> None:
     assert _fitted(budget=works).smallest_plan().peak <= works
 
 
+@pytest.mark.long
 def test_on_a_gpu_storages_are_blocks_and_libraries_count() -> None:
     step = _fitted(read_profile("l4"))
     assert all(made.nbytes % 512 == 0 for op in step.trace.ops for made in op.makes)
@@ -74,6 +76,7 @@ def test_on_a_gpu_storages_are_blocks_and_libraries_count() -> None:
     assert all(op.us > 0 for op in step.trace.ops if op.fn == "aten.addmm.default")
 
 
+@pytest.mark.long
 def test_a_faster_device_takes_less_time() -> None:
     slow, fast = (
         _fitted(replace(CPU, flops={"float32": rate}, bandwidth=rate / 10)).smallest_plan().forecast.us
@@ -82,6 +85,7 @@ def test_a_faster_device_takes_less_time() -> None:
     assert fast == pytest.approx(slow / 100, rel=0.05)
 
 
+@pytest.mark.long
 def test_another_batch_is_guessed_from_two_that_were_captured() -> None:
     known = {batch: _fitted(batch=batch).trace for batch in (64, 128)}
     assert guessed_trace({64: known[64]}, 128) is None
@@ -106,6 +110,7 @@ def test_a_model_that_asks_for_values_is_refused_with_advice() -> None:
         Fitting(CPU, 10**9)(ModelCall(Asks(), (torch.empty(4, 8, device="meta"),)))
 
 
+@pytest.mark.long
 def test_configurations_without_weights_become_models(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -116,6 +121,55 @@ def test_configurations_without_weights_become_models(tmp_path: Any) -> None:
         assert all(p.device.type == "meta" and p.dtype == torch.bfloat16 for p in call.model.parameters())
         assert call.kwargs["input_ids"].shape == (2, 32) and described.longest == 2048
         assert Fitting(CPU, 10**9)(call).smallest_plan().peak > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("optimizer", "lora", "accumulate"),
+    [
+        ("adafactor", None, False),
+        ("NAdam", None, False),
+        ("adamw", 4, False),
+        ("adamw", None, True),
+        ("rprop", 4, True),
+    ],
+)
+def test_optimizers_adapters_and_accumulation_take_the_bytes_of_a_real_step(
+    optimizer: str, lora: int | None, accumulate: bool, tmp_path: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.save_pretrained(tmp_path)
+    described = config_model(str(tmp_path), torch.float32, optimizer, lora)
+    fitted = Fitting(CPU, 10**9, accumulate)(described.call(2, 32)).smallest_plan().peak
+    model = transformers.LlamaForCausalLM(config)
+    if lora is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=lora, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kind: Any = next(each for name, each in vars(torch.optim).items() if name.lower() == optimizer.lower())
+    ids = torch.randint(0, 256, (2, 32))
+    real = memgraph.plan(
+        model, input_ids=ids, labels=ids, use_cache=False, budget="1GB", optimizer=kind(trained, lr=1e-3),
+        accumulate=accumulate,
+    )  # fmt: skip
+    assert fitted == pytest.approx(real.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("adam_w", "there is no optimizer 'adam_w' in torch.optim: give none, or one of ASGD"),
+     ("muon", r"Muon can't update all parameters of this model .*FILE:FACTORY")],
+)  # fmt: skip
+def test_an_optimizer_that_there_is_not_or_that_cant_have_the_parameters_is_refused(
+    name: str, said: str, tmp_path: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        config_model(str(tmp_path), torch.float32, name)
 
 
 def test_configurations_that_have_no_language_model_are_refused(tmp_path: Any) -> None:
@@ -130,6 +184,7 @@ def _gpu(held: int) -> DeviceProfile:
     return replace(read_profile("h100"), memory=held + CONTEXT, libraries=0)
 
 
+@pytest.mark.long
 def test_a_plan_fits_where_torchs_allocator_holds_no_more_than_the_device_has() -> None:
     budget = _fitted(_gpu(10**10)).smallest_plan().peak
     asked = _fitted(_gpu(10**10), budget=budget).smallest_plan()
@@ -160,6 +215,7 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("takes", ["name", "position", "layer"])
 def test_attention_with_dropout_is_one_op_on_a_gpu(takes: str) -> None:
     x = torch.empty(2, 256, 64, device="meta")

@@ -43,6 +43,7 @@ def test_it_is_found_from_any_begin_with_the_next_size_that_does_not_fit(
     assert cast("int", found.report) == nbytes(expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [lambda size: True, lambda size: False, lambda size: size % 3 == 0])
 def test_wrong_guesses_cost_tries_and_change_nothing(wrong: Callable[[int], bool]) -> None:
     found = largest(_tried(lambda n: 100 + 70 * n, []), wrong)

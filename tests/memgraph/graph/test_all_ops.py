@@ -34,6 +34,7 @@ def assert_described(name: str, count: int) -> None:
         assert differences(module, *inputs) == [], name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(CHOSEN) & ops().keys()))
 def test_an_op_is_described_as_its_kernel_makes_it(name: str) -> None:
     assert_described(name, count=3)

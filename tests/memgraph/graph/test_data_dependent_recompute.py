@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_each_batch_has_its_own(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))

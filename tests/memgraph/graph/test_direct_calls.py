@@ -56,6 +56,7 @@ def by_ops(half: fx.GraphModule, patch: pytest.MonkeyPatch) -> fx.GraphModule:
         return fx.GraphModule(half, graph)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_half_runs_the_very_ops_of_its_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     its = subject(name)

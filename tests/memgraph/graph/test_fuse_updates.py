@@ -37,6 +37,7 @@ def fused(make: Callable[[], nn.Module], leave: str = "") -> tuple[nn.Module, Ca
     return module, fuse_updates(capture(module, (batch(),), {}, wanted=select_scalars), names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("only", [fate for fate in Placement if fate not in CAST])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Placement) -> None:

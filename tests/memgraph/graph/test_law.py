@@ -36,6 +36,7 @@ from memgraph.runtime.autograd_function import OtherOutputs
 from memgraph.runtime.step import Step
 from memgraph.runtime.step_parts import StepParts
 from memgraph.storage.io_threads import STAGING
+from memgraph.storage.places import Places
 from memgraph.storage.tiers import Lease, open_tier
 from passes import Cast, Link, Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
@@ -92,7 +93,7 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     forecast = predict(apply(trace, plan), MACHINE)
     graph = rewrite(its.graphs[adds], forecast.trace)
     found = tier_slots(graph, its.captured)
-    tier = open_tier(CPU, [slot.nbytes for slot in found], None)
+    tier = open_tier(CPU, [slot.nbytes for slot in found], [slot.tier for slot in found], Places({"disk": None}))
     report = Report(MACHINE, PlanResult(plan, predict(trace, MACHINE), forecast))
     far = OffloadedStates(OffloadedUpdate(None))
     state_slots = OffloadedSlots(

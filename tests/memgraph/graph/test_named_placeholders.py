@@ -32,6 +32,7 @@ def test_an_input_has_one_name(name: str) -> None:
     assert f"{name} = None" in code and code.count(f"{name} =") == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 def test_what_is_reloaded_is_freed_behind_its_last_use() -> None:
     assert offloaded_update.SMALLEST < 1 << 20

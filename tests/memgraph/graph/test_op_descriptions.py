@@ -65,6 +65,7 @@ def assert_described(function: Function, *inputs: Any) -> None:
     agrees(module, *inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("width", [6, 16])
 def test_grouped_products(dtype: torch.dtype, width: int) -> None:
@@ -95,6 +96,7 @@ class Experts(nn.Module):
         return torch._grouped_mm(h, self.down.mT, offs=offsets).float().square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_experts_keep_to_their_forecast_whatever_rows_they_get(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +162,7 @@ OPS: dict[str, tuple[Function, Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function, x", OPS.values(), ids=OPS)
 def test_ops(function: Function, x: Tensor) -> None:
     module = Weighing(function, x)

@@ -44,6 +44,7 @@ def loss_of(*used: int) -> Callable[[Any], list[Fact]]:
     return loop
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("used", [(0,), (1,), (3,), (4,), (0, 0), (0, 1), (1, 3, 0)])
 def test_what_only_unused_outputs_depend_on_has_no_gradient(used: tuple[int, ...]) -> None:
@@ -111,6 +112,7 @@ def test_a_hook_gets_zeros_and_no_nan() -> None:
     assert len(found) == 1 and not found[0].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_parts_of_a_batch(count: int) -> None:
     torch.manual_seed(0)

@@ -16,8 +16,8 @@ from memgraph.graph.captured import Captured
 from memgraph.graph.gradient_sums import gradient_sums
 from memgraph.graph.halves.partition import Partition, partition
 from memgraph.graph.nodes import returned_values
-from memgraph.graph.stage_graph import stage_graph
 from memgraph.graph.summarize import Cost, summarize
+from memgraph.stages.stage_planner import stage_graph
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Op, Trace, check
 from passes.ir.liveness import RELEASED
@@ -76,6 +76,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_make_the_gradients_of_the_whole(name: str, count: int) -> None:

@@ -59,6 +59,7 @@ def distance(linear: nn.Module, x: Tensor) -> Tensor:
 STEPS = [written, halves, spectrum, heard, spectrogram, distance]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", STEPS)
 def test_every_compile_forecasts_the_same_and_to_the_byte(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
     budget, peaks = 10**9, set[int]()

@@ -53,6 +53,7 @@ def functionally(found: Tensor) -> Tensor:
     return functional.all_reduce(found, "sum", dist.group.WORLD)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize("reduce", [in_place, functionally])
 @pytest.mark.parametrize("kind", [Reducing, AsksFirst])

@@ -69,6 +69,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * scale
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("held", [None, CONFIG], ids=["", "held"])
 def test_a_value_that_is_set_for_each_call_alone_is_seen(name: str, held: Config | None) -> None:
@@ -83,6 +84,7 @@ def test_a_value_that_is_set_for_each_call_alone_is_seen(name: str, held: Config
             assert torch.equal(compiled(x), module(x))
 
 
+@pytest.mark.long
 def test_a_global_hook_in_the_place_of_another_is_seen() -> None:
     module, x = nn.Linear(4, 4), torch.ones(2, 4)
     compiled = memgraph.compile(module, "1GB", time_limit=0)

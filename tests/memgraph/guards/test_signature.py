@@ -82,6 +82,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_inside_of_an_attribute_takes_effect(name: str) -> None:
     make, read, change = CHANGES[name]
@@ -97,6 +98,7 @@ def test_what_is_changed_inside_of_an_attribute_takes_effect(name: str) -> None:
     assert not torch.equal(before, compiled(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", [lambda: [1.0], lambda: {"a": 1.0}, lambda: torch.ones(4), lambda: np.ones(4), lambda: max]
 )
@@ -125,6 +127,7 @@ def test_a_forward_that_is_put_in_the_place_of_a_submodules_takes_effect() -> No
     assert torch.equal(compiled(x), module(x))
 
 
+@pytest.mark.long
 def test_a_configuration_of_transformers_takes_effect() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

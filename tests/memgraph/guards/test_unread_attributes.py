@@ -80,6 +80,7 @@ def trained(make: Callable[[], nn.Module], change: Any, compiled: bool) -> list[
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "change", "captures"),
     [
@@ -141,3 +142,39 @@ def test_an_attribute_that_is_read_later_counts_again() -> None:
         ours = model(torch.ones(2, 4))
         torch.manual_seed(step)
         assert torch.equal(ours, plain(torch.ones(2, 4)))
+
+
+class Counting(Net):
+    """Counts the rows that it is trained on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.epoch += len(x)
+        return super().forward(x)
+
+
+def test_a_number_that_one_kind_of_call_counts_is_no_fact_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    net, plain = Counting(), Counting()
+    plain.load_state_dict(net.state_dict())
+    model = memgraph.compile(net, "1GB")
+    with caplog.at_level(logging.INFO, "memgraph"):
+        for _ in range(4):
+            for mode in (True, False):
+                torch.manual_seed(0)
+                found = model.train(mode)(torch.ones(2, 4))
+                torch.manual_seed(0)
+                assert torch.equal(found, plain.train(mode)(torch.ones(2, 4)))
+    assert sum("captured" in record.message for record in caplog.records) == 2
+    assert net.epoch == plain.epoch == 8
+
+
+def test_the_warning_of_ever_more_captures_names_the_attribute() -> None:
+    net = Net()
+    model = memgraph.compile(net, "1GB", time_limit=0)
+    with pytest.warns(
+        RuntimeWarning, match=r"calls with equal arguments were each captured.*: notes differs each time"
+    ):
+        net.forward = lambda x: net.layer(x) * len(net.notes)  # type: ignore[method-assign]
+        for step in range(9):
+            net.notes[f"step {step}"] = step
+            model(torch.ones(2, 4))

@@ -157,6 +157,7 @@ def test_what_is_named_counts_and_nothing_else(name: str, caplog: pytest.LogCapt
     assert outcome(Reading(read), change, caplog) == captures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_code_that_reads_all_of_an_object_reads_each_attribute(name: str, caplog: pytest.LogCaptureFixture) -> None:
     outcome(Reading(WHOLE[name]), step_and("unread", lambda step: 10**step, "config"), caplog)

@@ -6,6 +6,7 @@ import argparse
 import copy
 import functools
 import gc
+import logging
 import sys
 import types
 import warnings
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.guards.attribute_guard import AttributeGuard
+from memgraph.guards.contents import STATES, state_contents
 from memgraph.guards.variable_guard import VariableWalk
 
 NUMBER, NAME, ACTIVATION, MASK = 1, "a", torch.relu, torch.ones(8)
@@ -213,6 +215,7 @@ def wrong_steps(module: nn.Module, compiled: nn.Module, change: Callable[[int], 
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*were each captured")
 @pytest.mark.parametrize("what", READS)
 def test_what_forward_reads_takes_effect_when_it_changes(what: str) -> None:
@@ -251,16 +254,17 @@ def test_a_function_with_the_name_of_an_attribute_costs_no_capture(planned: list
     assert len(planned) == 1
 
 
-def test_a_cache_that_a_call_fills_costs_no_capture(planned: list[str]) -> None:
+def test_a_cache_is_filled_as_in_eager_and_costs_no_capture_when_it_is_full(planned: list[str]) -> None:
     def then(part: Any, x: Tensor) -> Any:
         return part.linear(x) * CACHE.setdefault(f"{x.shape[0]} rows", 2.0)
 
     module = Reading(then)
     compiled = memgraph.compile(module, "1GB")
-    for rows in (4, 4, 3, 4, 3):
+    for rows in (4, 4, 3, 4, 3, 4, 3):
         compiled(torch.ones(rows, 8)).sum().backward()
         module.zero_grad()
-    assert len(planned) == 2 and CACHE == {"4 rows": 2.0}  # the second kind is captured with a symbol for its rows
+    assert CACHE == {"4 rows": 2.0, "3 rows": 2.0}
+    assert len(planned) == 3  # one for each kind, and one for the first kind beside the entry of the second
 
 
 def test_the_warning_names_the_variable() -> None:
@@ -369,3 +373,14 @@ def _catching(part: Any, x: Tensor) -> Tensor:
         x = 2 * x
     result: Tensor = part.linear(x)
     return result
+
+
+def test_a_logger_with_an_attribute_is_read_again_only_if_that_changes() -> None:
+    logger: Any = logging.getLogger("a_logger_of_variables")
+    logger.factor = 2
+    reads = STATES[logging.Logger]
+    assert [*map(id, state_contents(reads(logger)))] == [*map(id, state_contents(reads(logger)))]
+    assert reads(logging.getLogger("another_logger_of_variables")) == logging.getLogger().getEffectiveLevel()
+    before = reads(logger)
+    logger.factor = 3
+    assert reads(logger) != before

@@ -23,3 +23,9 @@ def test_what_forward_reads_is_right_or_refused_and_the_page_says_which(group: s
 def test_the_page_has_all_ways_and_no_others() -> None:
     table = PAGE.read_text().partition(HEAD)[2].partition("\n\n")[0]
     assert len(table.splitlines()) == len(ALL) >= 120
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("group", "name", "way"), ALL, ids=[f"{group}: {name}" for group, name, _ in ALL])
+def test_and_so_it_is_if_a_later_capture_is_the_first_to_read_it(group: str, name: str, way: Way) -> None:
+    assert not outcome(way, is_late=True).startswith("WRONG")

@@ -181,6 +181,7 @@ def _peaks(rank: int) -> tuple[int, int, int]:
     return alone.plan.peak, inside.plan.peak, seen.net
 
 
+@pytest.mark.long
 def test_the_buckets_of_a_wrapper_count() -> None:
     for alone, inside, buckets in on_ranks(2, _peaks):
         assert buckets <= inside - alone < buckets + 1024

@@ -32,6 +32,7 @@ def gradients(model: nn.Module, call: Callable[..., Tensor], x: Tensor) -> list[
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["sizes", "symbols"])
 def test_gradients_are_eagers_and_what_is_saved_is_within_the_share(share: float, dynamic: bool) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.errors import CaptureError
-from memgraph.integrations.budgeted_forward import ModuleBudget
-from memgraph.integrations.trainer_reads import TrainerReads
+from memgraph.integrations.budgeted_forward import ModuleBudget, TrainerReads
 
 
 class Scaled(nn.Module):

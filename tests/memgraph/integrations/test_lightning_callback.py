@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,18 @@ def test_what_validation_generates_is_made_by_the_plain_forward(tmp_path: Path) 
     assert len(callback._budget.compiled.plans) == 2  # gradients are made, or added to
 
 
+@pytest.mark.long
+def test_loggers_have_the_bytes_of_steps(tmp_path: Path) -> None:
+    logger = lightning.loggers.CSVLogger(tmp_path, name="log", version="0")
+    callback, budget = memgraph.LightningBudget(budget_of(), time_limit=0), budget_of() / 1e6
+    fitted(Called, tmp_path, callback, logger=logger, log_every_n_steps=1)
+    rows = list(csv.DictReader((tmp_path / "log/0/metrics.csv").open()))
+    told = [row for row in rows if row["memory_peak_mb"]]
+    assert told and all(0 < float(row["memory_peak_mb"]) <= float(row["memory_budget_mb"]) for row in told)
+    assert {round(float(row["memory_budget_mb"]), 3) for row in told} == {round(budget, 3)}  # in 32 bits
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [Called, Inner])
 def test_it_trains_validates_and_saves_as_without_it(kind: type[Called], precision: Any, tmp_path: Path) -> None:

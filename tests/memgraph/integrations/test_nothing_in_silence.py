@@ -41,6 +41,7 @@ class Replacing(TrainerCallback):  # type: ignore[misc]
         setattr(self, event, lambda args, state, control, model, **rest: own_forward(model))
 
 
+@pytest.mark.long
 def test_a_model_that_the_trainer_makes_itself_is_planned(tmp_path: Path) -> None:
     def trained(callbacks: Any) -> Any:
         made = trainer_of(None, WORDS, tmp_path, callbacks, model_init=gpt2)
@@ -54,6 +55,7 @@ def test_a_model_that_the_trainer_makes_itself_is_planned(tmp_path: Path) -> Non
         trained([memgraph.MemoryBudget(20_000, time_limit=0)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("event", ["on_init_end", "on_train_begin", "on_epoch_begin"])
 def test_a_forward_that_is_put_in_place_before_a_step_is_the_one_that_is_planned(event: str, tmp_path: Path) -> None:
     callback = memgraph.MemoryBudget("1GB", time_limit=0)
@@ -103,6 +105,7 @@ def test_a_budget_beside_torch_compile_is_refused(way: str, tmp_path: Path) -> N
         trainer_of(compiled, WORDS, tmp_path, [memgraph.MemoryBudget("1GB")], **options)
 
 
+@pytest.mark.long
 def test_a_loss_outside_of_the_model_that_exceeds_the_budget_is_said_with_its_bytes(tmp_path: Path) -> None:
     def told(budget: Any, smoothing: float) -> tuple[list[str], int]:
         callback = memgraph.MemoryBudget(budget, time_limit=0)

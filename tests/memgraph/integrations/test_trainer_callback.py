@@ -41,6 +41,47 @@ def budget_of(make: Callable[[], Any], rows: Rows, **modes: Any) -> int:
     return int(SHARE * peak)
 
 
+class Reporter(transformers.TrainerCallback):  # type: ignore[misc]
+    """Keeps what it is told, as a callback for TensorBoard does, which comes before those of the user."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        self.lines.append(dict(logs))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", ["budget", "arguments", "environment"])
+def test_the_log_has_the_bytes_of_steps_for_all_who_read_it(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget, reporter = budget_of(bert, CLASSES), Reporter()
+    if given == "environment":
+        monkeypatch.setenv("MEMGRAPH_BUDGET", f"{budget}B")
+    callback = memgraph.MemoryBudget(budget if given == "budget" else None, time_limit=0)
+    trainer = trainer_of(bert(), CLASSES, tmp_path, callbacks=[reporter], logging_steps=1)
+    if given == "arguments":
+        trainer.args.memory_budget = budget
+    trainer.add_callback(callback)
+    trainer.train()
+    lines = [line for line in reporter.lines if "loss" in line]
+    assert len(lines) > 1 and callback.plan is not None and callback.plan.budget == budget
+    for line in lines:
+        assert (
+            0
+            < line["memory_peak_mb"]
+            <= line["memory_forecast_mb"]
+            <= line["memory_budget_mb"]
+            == round(budget / 1e6, 3)
+        )
+        assert line["memory_overhead"] >= 0
+    kept = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["memory_peak_mb"] for line in kept] == [line["memory_peak_mb"] for line in lines]
+    assert all("memory_peak_mb" not in line for line in reporter.lines if "loss" not in line)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "rows", "options"),
     [(gpt2, WORDS, {}), (bert, CLASSES, {"bf16": True}), (lora, WORDS, {})],
@@ -69,6 +110,7 @@ def test_it_trains_evaluates_saves_and_resumes_as_without_it(
         assert torch.equal(again.model.state_dict()[name], value), name
 
 
+@pytest.mark.long
 def test_a_callback_may_be_added_to_a_trainer_that_exists(tmp_path: Path) -> None:
     theirs = trainer_of(bert(), CLASSES, tmp_path / "plain", bf16=True)
     theirs.train()
@@ -92,6 +134,7 @@ def test_generation_runs_the_plain_model(use_cache: bool, tmp_path: Path) -> Non
     assert callback.plan is None
 
 
+@pytest.mark.long
 def test_an_evaluation_that_generates_is_that_of_the_plain_model_and_plans_its_loss_alone(tmp_path: Path) -> None:
     callback = memgraph.MemoryBudget("1GB", time_limit=0)
     ours, plain = t5(), t5()
@@ -101,6 +144,7 @@ def test_an_evaluation_that_generates_is_that_of_the_plain_model_and_plans_its_l
     assert len(callback._budget.compiled.plans) == 1
 
 
+@pytest.mark.long
 def test_hooks_of_the_model_run_once_a_call(tmp_path: Path) -> None:
     model, calls = gpt2(), list[int]()
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -110,6 +154,7 @@ def test_hooks_of_the_model_run_once_a_call(tmp_path: Path) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.long
 def test_a_budget_that_no_plan_fits_is_raised_before_the_first_step(tmp_path: Path) -> None:
     trainer = trainer_of(gpt2(), WORDS, tmp_path, callbacks=[memgraph.MemoryBudget(20_000, time_limit=0)])
     before = [parameter.clone() for parameter in trainer.model.parameters()]
@@ -131,3 +176,18 @@ def test_the_arguments_of_forward_are_those_of_the_model(tmp_path: Path) -> None
     plain._set_signature_columns_if_needed()
     assert trainer._signature_columns == plain._signature_columns
     assert isinstance(trainer.model, transformers.GPT2LMHeadModel)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "kind", "said"),
+    [
+        ("8XB", {}, ValueError, "budget='8XB' can't be read"),
+        ([8], {}, TypeError, "budget is a list"),
+        ("8GB", {"offlaod": None}, TypeError, "offlaod= is no option of memgraph.compile, which has accumulate, "),
+    ],
+)
+def test_a_budget_or_an_option_that_is_wrong_is_refused_where_it_is_given(
+    budget: Any, options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        memgraph.MemoryBudget(budget, **options)

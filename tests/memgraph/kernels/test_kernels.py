@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.kernels import autotune, cast
-from memgraph.kernels.autotune import CONFIGS, LaunchConfig, best_config, tune
+from memgraph.kernels import cast
+from memgraph.kernels.cast import CONFIGS, LaunchConfig, best_config, tune
 
 ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.mark.long
 def test_every_kernel_equals_its_fallback_under_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "tests/kernels"],
@@ -54,9 +55,10 @@ def compiled(kernel: Any, signature: dict[str, str], warps: int = 4, **constants
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(autotune, "_tuned", {})
+    monkeypatch.setattr(cast, "_tuned", {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("narrow", "of", "into"), [(True, "*u32", "*u16"), (False, "*u16", "*u32")])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_cast_compiles_to_reads_and_writes_of_vectors(config: LaunchConfig, narrow: bool, of: str, into: str) -> None:
@@ -75,13 +77,13 @@ def test_on_a_cpu_the_fallback_runs_and_nothing_is_measured() -> None:
 
 
 def test_what_was_not_measured_runs_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "environment_key", str)
+    monkeypatch.setattr(cast, "environment_key", str)
     assert best_config("cast", GPU, 1 << 20) is None
 
 
 def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "environment_key", str)
+    monkeypatch.setattr(cast, "environment_key", str)
     now: list[tuple[int, LaunchConfig | None]] = []
     runs = 0
 
@@ -97,7 +99,7 @@ def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.Monk
         ((nbytes, config),) = now
         return 10.0 if config is None else 20.0 - CONFIGS.index(config) * 8 if nbytes > 1 << 20 else 30.0
 
-    monkeypatch.setattr(autotune, "shortest_us", us)
+    monkeypatch.setattr(cast, "shortest_us", us)
     found = tune("cast", GPU, trial)
     assert list(found.values()) == [None, None, CONFIGS[-1], CONFIGS[-1]]
     assert runs == 4 * (1 + len(CONFIGS))
@@ -107,7 +109,7 @@ def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.Monk
         CONFIGS[-1],
         CONFIGS[-1],
     ]
-    monkeypatch.setattr(autotune, "_tuned", {})
+    monkeypatch.setattr(cast, "_tuned", {})
     assert best_config("cast", GPU, 17 << 20) is None
     assert tune("cast", GPU, pytest.fail) == found  # type: ignore[arg-type]
     assert best_config("cast", GPU, 17 << 20) == CONFIGS[-1]
@@ -115,8 +117,8 @@ def test_the_fastest_config_is_found_once_for_each_size(monkeypatch: pytest.Monk
 
 def test_sizes_that_have_no_room_are_left_out_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(autotune, "environment_key", str)
-    monkeypatch.setattr(autotune, "shortest_us", lambda run, device: run())
+    monkeypatch.setattr(cast, "environment_key", str)
+    monkeypatch.setattr(cast, "shortest_us", lambda run, device: run())
     tried: list[int] = []
 
     def trial(nbytes: int, config: LaunchConfig | None) -> Any:
@@ -134,10 +136,10 @@ def test_sizes_that_have_no_room_are_left_out_until_they_have(monkeypatch: pytes
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements for "cuda" are found for tensors, whose device has an index."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(autotune, "environment_key", lambda device: "a GPU")
-    monkeypatch.setattr(autotune, "_tuned", {})
+    monkeypatch.setattr(cast, "environment_key", lambda device: "a GPU")
+    monkeypatch.setattr(cast, "_tuned", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(autotune, "shortest_us", lambda run, device: 1.0 if run() else 2.0)
+    monkeypatch.setattr(cast, "shortest_us", lambda run, device: 1.0 if run() else 2.0)
     tune("cast", torch.device("cuda"), lambda nbytes, config: lambda: config == CONFIGS[2])
     assert best_config("cast", GPU, 1 << 20) == CONFIGS[2]
     assert best_config("cast", torch.device("cuda", 1), 1 << 20) is None

@@ -49,6 +49,7 @@ def rich(layer: nn.Module, x: Tensor, scale: Tensor, *, sizes: dict[str, Tensor]
     return {"y": y, "pair": (y.relu(), sizes["rows"] + 1), "name": name, "same": x, "count": 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [5, 2, 1, 0])
 def test_outputs_are_those_of_the_whole_batch(rows: int) -> None:
     module, x, scale = Does(rich), torch.randn(rows, 4, requires_grad=True), torch.randn(4)
@@ -112,6 +113,7 @@ MIXING: dict[str, Forward] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_that_depend_on_each_other_are_refused(name: str) -> None:
     with pytest.raises(memgraph.CaptureError, match="depends on other rows"):
@@ -139,6 +141,7 @@ def cross_entropy(layer: nn.Module, x: Tensor, target: Tensor, **how: Any) -> Te
     return F.cross_entropy(layer(x).flatten(0, 1), target.flatten(), **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{}, {"weight": torch.tensor([1.0, 2.0, 0.5, 3.0])}, {"label_smoothing": 0.1}])
 def test_targets_that_do_not_count_have_no_share_in_a_mean(how: dict[str, Any]) -> None:
     module = Does(lambda layer, x, target: cross_entropy(layer, x, target, **how))
@@ -239,6 +242,7 @@ LARGEST: dict[str, Forward] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LARGEST)
 @pytest.mark.parametrize("row", range(5))
 def test_a_row_that_stands_out_is_found_wherever_it_is(name: str, row: int) -> None:

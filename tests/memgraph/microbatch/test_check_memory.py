@@ -96,12 +96,14 @@ def counted(function: Callable[[], None], folder: Path) -> list[int]:
     return list(map(int, ran.stdout.split()))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter is compiled")
 def test_a_first_call_in_micro_batches_is_within_its_budget(tmp_path: Path) -> None:
     (most,) = counted(child, tmp_path)
     assert BUDGET // 2 < most <= BUDGET
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter is compiled")
 def test_comparisons_workspaces_and_rows_count(tmp_path: Path) -> None:
     taken = counted(check_child, tmp_path)
@@ -114,6 +116,7 @@ def test_a_batch_that_is_not_run_as_a_whole_is_checked_by_a_few_rows() -> None:
         compiled(torch.randn(512, 64))
 
 
+@pytest.mark.long
 def test_a_few_rows_that_are_more_than_the_budget_leaves_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     compiled = memgraph.compile(Wide(), 1_300_000, microbatches=8, reduction="mean")
     with caplog.at_level(logging.WARNING, "memgraph"), pytest.raises(memgraph.BudgetError):

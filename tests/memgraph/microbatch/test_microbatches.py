@@ -84,6 +84,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Language, Recurrent])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(("rows", "count"), [(6, 3), (7, 3), (2, 5), (1, 4)])
@@ -104,6 +105,7 @@ def test_a_loss_in_parts_is_a_loop_over_them(
     assert model.plan.measured is not None and model.plan.measured <= model.plan.peak
 
 
+@pytest.mark.long
 def test_a_loss_outside_sees_the_whole_batch() -> None:
     plain, module = Language(), Language()
     model = memgraph.compile(module, "1GB", microbatches=3)
@@ -120,6 +122,7 @@ def test_a_loss_outside_sees_the_whole_batch() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_gradients_are_added_to_those_that_are_there() -> None:
     plain, module = Language(), Language()
     model = memgraph.compile(module, "1GB", loss=mean, microbatches=2, reduction="mean")
@@ -161,6 +164,7 @@ def smallest(model: nn.Module, x: Tensor, **wishes: Any) -> int:
     raise AssertionError("a budget that is enough for nothing is enough")
 
 
+@pytest.mark.long
 def test_more_parts_need_less_and_what_they_need_is_enough() -> None:
     needed = [smallest(Wide(), torch.ones(1024, 64), offload=None, microbatches=count) for count in (1, 2, 4)]
     assert needed == sorted(needed, reverse=True)
@@ -176,6 +180,7 @@ def test_more_parts_need_less_and_what_they_need_is_enough() -> None:
     assert model.plan.measured <= model.plan.peak <= budget
 
 
+@pytest.mark.long
 def test_parameters_on_disk_come_once_a_section_and_phase() -> None:
     torch.manual_seed(0)
     module, x = Wide(256, 8), torch.randn(6, 256)
@@ -195,6 +200,7 @@ def test_parameters_on_disk_come_once_a_section_and_phase() -> None:
     assert all(fetched.count(value) <= 2 for value in streamed)
 
 
+@pytest.mark.long
 def test_a_saved_plan_keeps_the_order_of_its_sections() -> None:
     torch.manual_seed(0)
     module, x = Wide(256, 8), torch.randn(6, 256)
@@ -210,6 +216,7 @@ def test_a_saved_plan_keeps_the_order_of_its_sections() -> None:
     assert model.plan.measured <= model.plan.peak <= budget
 
 
+@pytest.mark.long
 def test_training_with_all_state_on_disk_is_the_plain_loop() -> None:
     torch.manual_seed(0)
     module = Wide(256, 6)
@@ -232,3 +239,28 @@ def test_training_with_all_state_on_disk_is_the_plain_loop() -> None:
         assert_equal([*module.parameters()], [*plain.parameters()])
         assert model.plan.measured is not None and model.plan.measured <= model.plan.peak <= budget
     assert {decision.value for decision in model.plan.plan if isinstance(decision, Stream)}
+
+
+class RowLosses(nn.Module):
+    """A recurrent layer of a kind, and a loss for each row."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(16, 8), kind(8, 8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layer(self.embedding(ids))[0]).square().mean((1, 2))
+        return y
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_layers_run_in_micro_batches(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, ids = RowLosses(kind), torch.randint(0, 16, (6, 5))
+    plain = copy.deepcopy(model)
+    compiled = memgraph.compile(model, "1GB", microbatches=3)
+    for each in (compiled, plain):
+        each(ids).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad)

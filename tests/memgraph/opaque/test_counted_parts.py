@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [("0.8",), ("0.7", "--optimizer")])
 def test_every_step_with_parts_is_within_its_budget(tmp_path: Path, options: tuple[str, ...]) -> None:
     lines = children(tmp_path, *options, of="tests.support.counted_parts")
@@ -30,6 +31,7 @@ def test_every_step_with_parts_is_within_its_budget(tmp_path: Path, options: tup
         assert row.measured >= row.counted
 
 
+@pytest.mark.long
 def test_every_step_is_within_its_forecast_however_rows_are_routed(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in children(tmp_path, of="tests.support.counted_experts")]
     assert len(rows) == counted_experts.STEPS > 60

@@ -49,11 +49,13 @@ class Growing(Asking):
         return x
 
 
+@pytest.mark.long
 def test_experts_without_tokens_get_no_gradient() -> None:
     compiled, _, _ = beside_eager(lambda: Net(Experts()), steps=6)
     assert compiled.plans[0].opaque
 
 
+@pytest.mark.long
 def test_a_part_that_takes_more_memory_is_measured_again_before_it_exceeds_the_forecast() -> None:
     compiled, ours, theirs = beside_eager(lambda: Net(Growing()), steps=8)
     assert ours.part.calls == theirs.part.calls == 9

@@ -276,12 +276,14 @@ def same(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_that_cannot_be_traced_trains_as_in_eager(name: str) -> None:
     compiled, _, _ = beside_eager(MODELS[name])
     assert compiled.plans[0].opaque
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["batch norm", "tied"])
 def test_gradients_accumulate_as_in_eager(name: str) -> None:
     beside_eager(MODELS[name], accumulates=True, steps=4)
@@ -315,6 +317,7 @@ def test_the_report_names_a_part_with_its_type_bytes_and_reason() -> None:
     assert "part (Asking): workspace" in str(compiled.plans[0])
 
 
+@pytest.mark.long
 def test_under_autocast_casts_are_eagers_and_leave_no_bytes() -> None:
     class Cast(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -344,6 +347,7 @@ def test_parts_can_be_chosen_by_path() -> None:
         memgraph.compile(plain, ROOM, opaque=["parts"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "paths"),
     [

@@ -187,6 +187,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_measuring_a_backward_beside_what_all_parts_have_read_takes_no_more_than_the_budget() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)

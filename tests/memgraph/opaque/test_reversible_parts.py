@@ -72,6 +72,7 @@ class Reversible(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [Reseeded, Reversible])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_seeds_of_forward_are_those_of_its_second_run(part: type[nn.Module], accumulates: bool) -> None:
@@ -86,6 +87,7 @@ def test_a_layer_that_differentiates_twice_is_refused() -> None:
         memgraph.compile(Net(Reversible(uses=2)), ROOM)(batch(0)).backward()
 
 
+@pytest.mark.long
 def test_a_reformer_is_captured_but_for_its_encoder() -> None:
     from benchmarks.zoo.models.text import reformer
 

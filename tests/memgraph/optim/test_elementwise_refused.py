@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
+from memgraph.optim.update_unit import UpdateUnit, unit_of
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.streamed_state import batch, chain, far, loss, streamed, tightest
@@ -28,7 +29,7 @@ class Counting(optim.AdamW):
 
 
 class Owning(optim.SGD):
-    """Has its parameters in an attribute, where no trial is to find them."""
+    """Has its parameters in an attribute too, and changes all of them in each step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -57,7 +58,6 @@ def train(model: nn.Module, optimizer: optim.LBFGS) -> None:
         (optim.SparseAdam, {}, "does not support dense gradients"),
         (optim.Adam, {"differentiable": True}, "leaf Variable"),
         (optim.Adam, {"capturable": True}, "capturable=True"),
-        (Owning, {}, "'owned'"),
     ],
 )
 @pytest.mark.parametrize("offload", ["auto", None])
@@ -70,6 +70,22 @@ def test_what_no_step_can_be_planned_with_is_refused_before_there_is_one(
         memgraph.compile(model, ROOM, optimizer=kind(model.parameters(), **options), offload=offload)
 
 
+def test_one_that_changes_all_parameters_in_each_step_is_planned_and_not_cut() -> None:
+    module = chain(2)
+    optimizer = Owning(module.parameters())
+    assert unit_of(optimizer) is UpdateUnit.ALL
+    plain = copy.deepcopy(module)
+    theirs, model = Owning(plain.parameters()), memgraph.compile(module, ROOM, optimizer=optimizer, loss=loss)
+    for seed in range(3):
+        loss(plain(batch(seed))).backward()
+        model(batch(seed)).backward()
+        for each in (theirs, optimizer):
+            each.step()
+            each.zero_grad()
+        assert all(map(torch.equal, plain.parameters(), module.parameters()))
+
+
+@pytest.mark.long
 def test_with_a_closure_a_model_trains_offloaded_once_its_optimizer_is_left_out() -> None:
     plain = chain()
     model = copy.deepcopy(plain)

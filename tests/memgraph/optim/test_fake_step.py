@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.optim.optimizer_profiler import OptimizerProfiler, kinds_of, stepped_parameters
+from memgraph.optim.optimizer_profiler import OptimizerProfiler
+from memgraph.optim.parameter_kind import kinds_of, stepped_parameters
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.optimizers import OPTIMIZERS
 
@@ -34,6 +35,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fakes_of_large_parameters_take_what_these_take(name: str) -> None:
     parameters = [nn.Parameter(torch.ones(512, 400)), nn.Parameter(torch.ones(300_000))]
@@ -73,6 +75,7 @@ def test_an_optimizer_whose_fakes_tell_too_little_steps_on_real_parameters() -> 
     assert profiler.update_workspace(*kinds) > 512 * 400 * 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux" or compiler() is None, reason="the second meter is a library of C that stands before glibc"
 )

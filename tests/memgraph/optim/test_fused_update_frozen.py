@@ -38,6 +38,7 @@ class Beside(nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
 def test_a_frozen_parameter_needs_no_memory(kind: str) -> None:
     frozen, absent, buffer = (
@@ -63,6 +64,7 @@ def freeze(twins: Twins, frozen: bool) -> None:
         model[2].requires_grad_(not frozen)  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_what_was_trained_and_is_frozen_fits_where_all_is_trained() -> None:
     """With the states that it has."""
     twins = fused(budget=smallest())
@@ -72,6 +74,7 @@ def test_what_was_trained_and_is_frozen_fits_where_all_is_trained() -> None:
     assert far(twins.module, twins.ours)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fuse_update", [False, True])
 def test_states_that_come_while_others_are_trained_are_counted(fuse_update: bool) -> None:
     twins = Twins(budget=ROOM, fuse_update=fuse_update)
@@ -116,6 +119,7 @@ def change_between(model: Any, optimizer: Any, run: Any, frozen: bool, all_of_it
     return made.detach()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", ["room", "tight"])
 @pytest.mark.parametrize("fuse_update", [False, True])
 def test_what_is_frozen_or_thawed_before_backward_is_treated_as_in_eager(fuse_update: bool, budget: str) -> None:

@@ -19,6 +19,7 @@ def smallest(**wishes: Any) -> int:
     return int(caught.value.smallest * 1.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [True, False], ids=["room", "tight"])
 def test_a_step_in_parts_with_updates_in_backward_is_the_one_without(room: bool) -> None:
     found: list[Any] = []

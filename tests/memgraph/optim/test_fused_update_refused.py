@@ -83,6 +83,7 @@ REFUSED: dict[Callable[[Any, Any], None], str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("do", REFUSED, ids=lambda do: do.__name__)
 def test_what_wants_gradients_is_refused_and_nothing_has_changed(do: Callable[[Any, Any], None]) -> None:
     twins = fused(kind="momentum", budget=ROOM)
@@ -177,6 +178,7 @@ def test_what_can_not_be_fused_is_refused_at_once() -> None:
             memgraph.compile(module, ROOM, optimizer=optimizer, fuse_update=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [0, 9])
 def test_a_disk_that_fails_in_backward_says_what_is_updated(after: int) -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
@@ -209,6 +211,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [1, 5, 11])
 def test_nothing_runs_after_a_partial_update_until_a_state_is_loaded(
     after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -288,6 +291,7 @@ def test_what_is_loaded_between_backward_and_step_is_a_fresh_start(whole: bool, 
     steps(twins, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_no_optimizer_and_ordinary_gradients(copied: Callable[[Any], Any]) -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
@@ -320,6 +324,7 @@ def test_a_parameter_that_the_optimizer_does_not_have_any_more_is_refused_by_nam
         twins.model(batch()).backward()
 
 
+@pytest.mark.long
 def test_evaluation_changes_nothing() -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     steps(twins, 2)

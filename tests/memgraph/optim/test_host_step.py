@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim import host_step, offloaded_update
-from memgraph.optim.host_step import clone_on_host
+from memgraph.optim import host_step, offloaded_update, optimizer_profiler
+from memgraph.optim.host_step import host_groups
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
-from memgraph.optim.optimizer_clone import ClonedOptimizer
+from memgraph.optim.optimizer_profiler import OptimizerProfiler
 from memgraph.optim.trained_parameters import movable_states
 from memgraph.optim.update_cost import STATE
 from memgraph.optim.windowed_update import WindowedUpdate
@@ -28,6 +28,7 @@ from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import copy_streams, extra_streams
+from memgraph.storage.places import Places
 from memgraph.storage.transfer import offload_tensors
 from passes import Stream
 from tests.support.late_device import Late
@@ -100,6 +101,7 @@ def there(report: memgraph.Report) -> set[str]:
 # --- a planned step
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize(("kind", "speed"), [("adamw", ALL), ("adamw", SOME), ("rmsprop", ALL)])
 def test_training_equals_the_plain_optimizers_however_late_the_device_is(
@@ -118,6 +120,7 @@ def test_training_equals_the_plain_optimizers_however_late_the_device_is(
     assert far(twins.module, twins.ours) == {"parameter", "gradient", "state"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize(
     "missing",
@@ -206,7 +209,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
 @pytest.mark.usefixtures("small_windows", "host")
 def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate: Callable[[float], None]) -> None:
     rate(ALL)
-    monkeypatch.setattr(target, "buffer_location", lambda device, folder, *_: folder)
+    monkeypatch.setattr(target, "open_places", lambda tiers, device, folder, *_: Places({"disk": folder}))
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
     assert not there(asked) and asked.machine.streaming.host_update_rate == 0.0
@@ -243,14 +246,18 @@ def test_a_window_is_stepped_once_and_its_time_is_known_from_then_on(
         return 8.0
 
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(host_step, "shortest_us", shortest)
+    monkeypatch.setattr(optimizer_profiler, "shortest_us", shortest)
     optimizer = OPTIMIZERS["adamw"](chain(2).parameters())
     parts, elements = movable_states(optimizer), (1 << 18) // 16
     for _ in range(3):
-        monkeypatch.setattr(host_step, "_element_times", {})  # as in another process
+        monkeypatch.setattr(optimizer_profiler, "_update_times", {})  # as in another process
         assert host_step.host_update_rate(optimizer, parts, 1 << 18) == pytest.approx(8 * elements / 8.0)
     assert len(runs) == 1
     assert host_step.host_update_rate(optimizer, {}, 1 << 18) == 0.0
+
+
+def on_host(optimizer: optim.Optimizer) -> dict[str, Any]:
+    return host_groups(optimizer, optimizer.param_groups)[0]
 
 
 def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
@@ -258,11 +265,11 @@ def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
     for options, fused in (
         ({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, True),
     ):  # fmt: skip
-        assert clone_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
+        assert on_host(optim.AdamW(parameters, **options))["fused"] is fused  # type: ignore[arg-type]
     low = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
-    assert clone_on_host(optim.SGD(low)).options[0]["fused"] is None
-    assert clone_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
-    assert "fused" not in clone_on_host(optim.RMSprop(parameters)).options[0]
+    assert on_host(optim.SGD(low))["fused"] is None
+    assert on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))]))["fused"] is None
+    assert "fused" not in on_host(optim.RMSprop(parameters))
 
 
 # --- one update
@@ -369,7 +376,7 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(pool: 
 def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
     pool: PinnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClonedOptimizer, "scalar_devices", lambda *_: {"step": torch.device("meta")})
+    monkeypatch.setattr(OptimizerProfiler, "scalar_devices", lambda *_: {"step": torch.device("meta")})
     parameter = nn.Parameter(torch.ones(40, 30))
     parameter.grad = torch.ones(40, 30)
     optimizer = optim.AdamW([parameter])
@@ -384,10 +391,10 @@ def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
 def test_a_plan_that_replaces_another_sets_what_the_host_updates(pool: PinnedPool) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     whole = OffloadedUpdate(optim.AdamW(parameters), location=PinnedBufferAllocator(CPU, Late(0), pool))
-    first = OffloadedStates(whole, tuple(parameters), tuple(parameters))
+    first = OffloadedStates(whole, dict.fromkeys(parameters, ""), tuple(parameters))
     first.activate()
     assert whole.host_owners == set(parameters) and first.is_active
-    second = OffloadedStates(whole, tuple(parameters), (parameters[1],))
+    second = OffloadedStates(whole, dict.fromkeys(parameters, ""), (parameters[1],))
     first.deactivate(second.owners)
     assert not second.is_active
     second.activate()

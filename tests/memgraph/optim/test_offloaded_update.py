@@ -29,16 +29,19 @@ from tests.support.streamed_state import (
 pytestmark = pytest.mark.usefixtures("small_windows")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_equals_eager(kind: str) -> None:
     Twins(kind=kind).train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.25, 1.6])
 def test_training_equals_eager_under_wider_budgets(share: float) -> None:
     Twins(budget=int(share * tightest())).train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd"])
 @pytest.mark.parametrize("after", [False, True])
 def test_the_optimizer_may_be_the_callers_own_affair(kind: str, after: bool) -> None:
@@ -48,6 +51,7 @@ def test_the_optimizer_may_be_the_callers_own_affair(kind: str, after: bool) -> 
     assert far(twins.module, twins.ours) == {"parameter", "gradient"}
 
 
+@pytest.mark.long
 def test_an_optimizer_of_the_compiled_modules_parameters_steps_on_the_given_ones() -> None:
     twins = Twins(given=False, after=True)
     twins.train(2)
@@ -55,6 +59,7 @@ def test_an_optimizer_of_the_compiled_modules_parameters_steps_on_the_given_ones
         assert ours is theirs
 
 
+@pytest.mark.long
 def test_groups_and_schedulers() -> None:
     def grouped(model: nn.Module) -> Any:
         weights = [p for p in model.parameters() if p.dim() > 1]
@@ -87,6 +92,7 @@ def once(model: nn.Module, optimizer: Any, run: Any, x: Tensor | None = None) ->
     return made.detach()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("given", [True, False])
 def test_gradients_accumulate(to_none: bool, given: bool) -> None:
@@ -102,6 +108,7 @@ def test_gradients_accumulate(to_none: bool, given: bool) -> None:
     Twins(given=given).train(4, step)
 
 
+@pytest.mark.long
 def test_gradients_are_clipped() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()
@@ -113,6 +120,7 @@ def test_gradients_are_clipped() -> None:
     Twins().train(do=step)
 
 
+@pytest.mark.long
 def test_a_scaled_loss() -> None:
     scalers: dict[int, Any] = {}
 
@@ -138,6 +146,7 @@ def test_a_scaled_loss() -> None:
     assert streams(twins.model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
@@ -152,6 +161,7 @@ def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
     Twins(budget=least(**wishes), **wishes).train(4, step)
 
 
+@pytest.mark.long
 def test_going_through_a_step_twice() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()
@@ -164,6 +174,7 @@ def test_going_through_a_step_twice() -> None:
     Twins().turns(step, 4)
 
 
+@pytest.mark.long
 def test_gradients_that_are_asked_for() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         made = run(model, batch())
@@ -179,6 +190,7 @@ def test_gradients_that_are_asked_for() -> None:
     Twins().turns(step, 4)
 
 
+@pytest.mark.long
 def test_gradients_that_the_caller_puts_there() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()
@@ -195,6 +207,7 @@ def test_gradients_that_the_caller_puts_there() -> None:
     Twins().train(4, step)
 
 
+@pytest.mark.long
 def test_gradients_that_the_caller_puts_there_between_forward_and_backward() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()
@@ -208,6 +221,7 @@ def test_gradients_that_the_caller_puts_there_between_forward_and_backward() -> 
     Twins().train(4, step)
 
 
+@pytest.mark.long
 def test_gradients_that_are_asked_for_beside_those_that_are_there() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()
@@ -220,6 +234,7 @@ def test_gradients_that_are_asked_for_beside_those_that_are_there() -> None:
     Twins().turns(step, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [0, 1])
 def test_some_gradients_are_there_and_some_are_not(first: int) -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
@@ -235,6 +250,7 @@ def test_some_gradients_are_there_and_some_are_not(first: int) -> None:
     Twins().turns(step, 4)
 
 
+@pytest.mark.long
 def test_gradients_of_inputs_stay() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -261,6 +277,7 @@ def test_gradients_of_inputs_stay() -> None:
     assert same(ours, step(Two(), lambda model, *args: loss(model(*args))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_that_the_caller_keeps_are_his(accumulates: bool) -> None:
     """As when gradients of several losses are compared: what was `.grad` stays what it is."""
@@ -279,6 +296,7 @@ def test_gradients_that_the_caller_keeps_are_his(accumulates: bool) -> None:
     Twins().turns(step, 3)
 
 
+@pytest.mark.long
 def test_a_gradient_that_the_caller_puts_there_is_added_to_in_place() -> None:
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         optimizer.zero_grad()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import CopyOverhead
 from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.spill_file import SpillError
 from passes import Reload
@@ -48,6 +50,7 @@ def bare_smallest(model: nn.Module, x: Tensor, **wishes: Any) -> int:
     return smallest_of(lambda: memgraph.plan(model, x, budget=TINY, loss=loss, time_limit=0, **wishes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_streams_forward_only(mode: Callable[[], Any]) -> None:
     plain = chain(12, partial(nn.Dropout, 0.3), partial(nn.BatchNorm1d, 256)).eval()
@@ -65,6 +68,7 @@ def test_inference_streams_forward_only(mode: Callable[[], Any]) -> None:
     assert phases(model) == {"forward"}
 
 
+@pytest.mark.long
 def test_training_and_evaluation_take_turns() -> None:
     twins = Twins(partial(chain, 6, partial(nn.Dropout, 0.3), partial(nn.BatchNorm1d, 256)), budget=4 * 10**6)
     for turn in range(4):
@@ -89,6 +93,7 @@ def wide(layers: int = 26) -> nn.Module:
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(WIDE, WIDE), nn.ReLU())))
 
 
+@pytest.mark.long
 def test_parameters_of_four_times_the_budget() -> None:
     plain, module = wide(), wide()
     budget = sum(parameter.nbytes for parameter in module.parameters()) // 4
@@ -108,6 +113,7 @@ def test_parameters_of_four_times_the_budget() -> None:
     assert_kept(model, budget)
 
 
+@pytest.mark.long
 def test_two_models_in_one_process() -> None:
     first, second = Twins(), Twins(partial(chain, 7), kind="momentum")
     for seed in range(3):
@@ -117,6 +123,7 @@ def test_two_models_in_one_process() -> None:
     assert streams(second.model)
 
 
+@pytest.mark.long
 def test_two_models_whose_steps_are_under_way_together() -> None:
     first, second = Twins(), Twins()
 
@@ -138,6 +145,7 @@ def test_two_models_whose_steps_are_under_way_together() -> None:
     assert streams(second.model)
 
 
+@pytest.mark.long
 def test_a_module_is_compiled_twice() -> None:
     twins = Twins()
     models = [twins.model, streamed(twins.module, twins.budget, optimizer=twins.ours)]
@@ -147,6 +155,7 @@ def test_a_module_is_compiled_twice() -> None:
         assert streams(twins.model)
 
 
+@pytest.mark.long
 def test_a_module_is_compiled_again_with_more_memory() -> None:
     twins = Twins()
     twins.train(2)
@@ -159,6 +168,7 @@ def test_a_module_is_compiled_again_with_more_memory() -> None:
 CALLS = {"read": ("preadv", errno.EIO), "write": ("pwritev", errno.ENOSPC)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_disk_fails_in_mid_step(verb: str, phase: str) -> None:
@@ -176,6 +186,7 @@ def test_the_disk_fails_in_mid_step(verb: str, phase: str) -> None:
     twins.train(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("after", [0, 3])
 def test_the_disk_fails_in_mid_update(verb: str, after: int) -> None:
@@ -196,6 +207,7 @@ def test_the_disk_fails_in_mid_update(verb: str, after: int) -> None:
     twins.train(2)
 
 
+@pytest.mark.long
 def test_a_state_is_loaded_after_the_disk_failed_in_mid_update() -> None:
     twins = Twins()
     twins.train(2)
@@ -208,6 +220,7 @@ def test_a_state_is_loaded_after_the_disk_failed_in_mid_update() -> None:
     twins.train(3)
 
 
+@pytest.mark.long
 def test_the_disk_is_full_when_buffers_are_allocated() -> None:
     twins = Twins()
     begin, twins_files = facts(twins.model), open_files()
@@ -219,6 +232,7 @@ def test_the_disk_is_full_when_buffers_are_allocated() -> None:
     twins.train(3)
 
 
+@pytest.mark.long
 def test_the_disk_refuses_what_is_offloaded() -> None:
     twins = Twins()
     begin = facts(twins.model)
@@ -230,6 +244,7 @@ def test_the_disk_refuses_what_is_offloaded() -> None:
     twins.train(3)
 
 
+@pytest.mark.long
 def test_files_go_with_the_model() -> None:
     twins = Twins()
     twins.train(2)
@@ -252,8 +267,11 @@ def test_with_enough_memory_nothing_is_streamed() -> None:
     assert not far(twins.module, twins.ours)
 
 
-def test_activations_go_before_the_state_if_that_is_enough() -> None:
-    """A step whose activations take most, and a budget that is a little less."""
+def test_activations_go_before_the_state_if_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose activations take most, and a budget that is a little less; on a disk that other work leaves alone."""
+    link = Link(((1 << 20, 1000.0),))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_files", lambda space, room: (link, link))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_copy_overhead", lambda *_: CopyOverhead(10.0, 0.0))
     module = chain(3)
     x = torch.cat([batch()] * 512)
     optimizer = ADAMW(module.parameters())

@@ -63,11 +63,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     Twins(MODELS[name]).train()
 
 
+@pytest.mark.long
 def test_a_parameter_is_frozen_and_thawed() -> None:
     twins = Twins()
     for turn in range(4):
@@ -78,6 +80,7 @@ def test_a_parameter_is_frozen_and_thawed() -> None:
         assert streams(twins.model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("which", ["tensor", "accumulated"])
 def test_hooks_of_parameters(when: str, which: str) -> None:
@@ -130,6 +133,7 @@ def saved(twins: Twins) -> tuple[Any, Any]:
     return copy.deepcopy(twins.plain.state_dict()), copy.deepcopy(twins.theirs.state_dict())
 
 
+@pytest.mark.long
 def test_a_state_is_loaded_at_any_time() -> None:
     other = Twins(budget=10**9)
     other.train_plain(2)
@@ -150,6 +154,7 @@ def test_a_state_is_loaded_at_any_time() -> None:
     assert far(twins.module, twins.ours) >= {"parameter", "state"}
 
 
+@pytest.mark.long
 def test_a_state_is_loaded_by_assignment() -> None:
     twins = Twins()
     twins.train(2)
@@ -163,6 +168,7 @@ def test_a_state_is_loaded_by_assignment() -> None:
     twins.train(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 def test_copies_of_a_compiled_module_train_independently(copied: Callable[[Any], Any]) -> None:
     twins = Twins()
@@ -183,6 +189,7 @@ def test_copies_of_a_compiled_module_train_independently(copied: Callable[[Any],
     twins.train(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 def test_copies_of_the_optimizer_step_plainly(copied: Callable[[Any], Any]) -> None:
     twins = Twins()
@@ -211,6 +218,7 @@ def changed(model: nn.Module, how: str) -> None:
             parameter.flatten()[1] = 3.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["data", "transposed", "in place", "element"])
 def test_parameters_are_changed_between_steps(how: str) -> None:
     twins = Twins()
@@ -223,6 +231,7 @@ def test_parameters_are_changed_between_steps(how: str) -> None:
     assert "parameter" in far(twins.module)
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_changed_before_backward_is_an_error_as_in_eager() -> None:
     twins = Twins()
     twins.train(2)
@@ -233,6 +242,7 @@ def test_a_parameter_that_is_changed_before_backward_is_an_error_as_in_eager() -
         made.backward()
 
 
+@pytest.mark.long
 def test_parameters_that_are_rebound_while_a_step_runs() -> None:
     """Backward takes what forward took, also if another forward has run since."""
     twins = Twins()
@@ -252,6 +262,7 @@ def test_parameters_that_are_rebound_while_a_step_runs() -> None:
     twins.turns(step, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_dtype(dtype: torch.dtype) -> None:
     twins = Twins(given=False)
@@ -271,6 +282,7 @@ def test_another_dtype(dtype: torch.dtype) -> None:
         twins.step(step)
 
 
+@pytest.mark.long
 def test_gradients_that_the_plan_has_on_disk_are_there_before_forward() -> None:
     """An earlier call with another plan, or the user, may have left them on the device."""
     twins = Twins()

@@ -26,6 +26,7 @@ ENVIRONMENT = os.environ | {  # the limit counts tensors, not glibc's freed bloc
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private memory on Linux only")
 def test_parameters_of_four_times_the_budget_under_a_hard_limit() -> None:
     plain, offloaded = (run_child(name) for name in ("plain", "streamed"))

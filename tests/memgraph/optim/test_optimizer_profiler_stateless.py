@@ -32,6 +32,7 @@ def square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("wishes", [{}, {"fuse_update": True}], ids=["at the end", "in backward"])
 def test_a_step_that_makes_no_states_is_planned_and_trains(

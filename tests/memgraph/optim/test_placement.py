@@ -40,6 +40,7 @@ def halve(held: list[Tensor]) -> Change:
     return lambda net: [tensor.mul_(0.5) for tensor in held]
 
 
+@pytest.mark.long
 def test_a_parameter_whose_memory_others_hold_stays_where_they_see_it_and_others_are_streamed() -> None:
     results = []
     for compiled in (False, True):
@@ -147,6 +148,7 @@ def ordered(net: Any) -> None:
     net[0].weight.data = new().t()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [rebound, reset, replaced, merged, assigned, exchanged, ordered])
 def test_values_that_take_the_place_of_a_streamed_parameters_between_steps_are_trained(change: Change) -> None:
     plain, net = chain(), chain()

@@ -13,6 +13,7 @@ from tests.support.streamed_state import OPTIMIZERS, batch, chain, far, loss, st
 LONG = partial(chain, 12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_steps_with_another_dtype_are_eagers(dtype: torch.dtype) -> None:
     plain = LONG()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.optim.fused_update import FusedUpdate
 from memgraph.optim.offloaded_update import OffloadedUpdate
-from memgraph.optim.streamed_update import StreamedUpdate
 from memgraph.optim.window_memory import OffloadedTensors, window_bytes
+from memgraph.optim.windowed_update import WindowedUpdate
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import SpillError
@@ -57,10 +57,11 @@ def nowhere(parameter: Tensor) -> bool:
     return False
 
 
-def relay(optimizer: Any, order: list[nn.Parameter], folder: Path, nbytes: int = WINDOW) -> StreamedUpdate:
-    return StreamedUpdate(optimizer, order, nbytes, everywhere, folder)
+def relay(optimizer: Any, order: list[nn.Parameter], folder: Path, nbytes: int = WINDOW) -> WindowedUpdate:
+    return WindowedUpdate(optimizer, nbytes, everywhere, folder, gradient_order=order)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nbytes", [WINDOW, 1 << 20])
 @pytest.mark.parametrize(
     "name", ["SGD nesterov", "AdamW", "Adam amsgrad", "AdamW foreach", "RMSprop centered", "RAdam"]
@@ -127,7 +128,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
     ours = parameters(tmp_path)
     optimizer = OPTIMIZERS["AdamW"](ours)
     foreseen = window_bytes(optimizer, WINDOW, OffloadedTensors(everywhere, everywhere, states), ours, separate=True)[0]
-    one = StreamedUpdate(optimizer, ours, WINDOW, states, tmp_path)
+    one = WindowedUpdate(optimizer, WINDOW, states, tmp_path, gradient_order=ours)
     assert resident_bytes(one.buffers) <= foreseen.windows <= foreseen.between <= foreseen.total
 
     def update() -> None:
@@ -142,7 +143,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
     assert seen.peak + resident_bytes(one.buffers) - (near_states(optimizer) - before) <= foreseen.total
 
 
-def test_windows_keep_scalars_of_their_own_chunks_only(tmp_path: Path) -> None:
+def test_windows_keep_no_scalars(tmp_path: Path) -> None:
     """Memory does not grow with the number of updated parameters; none makes a state again."""
     ours = [nn.Parameter(tensor) for tensor in offload_tensors([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)
@@ -157,11 +158,11 @@ def test_windows_keep_scalars_of_their_own_chunks_only(tmp_path: Path) -> None:
         )[0]
         held, seen = measure_peak(lambda: _most_of_them(optimizer, ours, zeros, tmp_path))
         assert seen is not None
-        assert resident_bytes(held.buffers) < seen.net <= foreseen.between
+        assert resident_bytes(held.buffers) <= seen.net <= foreseen.between
         held.finish()
 
 
-def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor], folder: Path) -> StreamedUpdate:
+def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor], folder: Path) -> WindowedUpdate:
     one = relay(optimizer, ours, folder)
     for parameter, gradient in zip(ours[:-1], zeros, strict=False):
         one.update(parameter, gradient)
@@ -198,6 +199,7 @@ def test_a_write_that_fails_late_is_raised_by_a_later_update_or_at_the_end(tmp_p
     drain()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("last", [1, 20])
 def test_a_step_whose_last_writes_fail_does_not_end_well(last: int) -> None:
@@ -226,7 +228,7 @@ def test_a_step_whose_last_writes_fail_does_not_end_well(last: int) -> None:
 def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     steps(twins, 2)
-    made, update, relays = twins.model(batch()), FusedUpdate._update, list[StreamedUpdate]()
+    made, update, relays = twins.model(batch()), FusedUpdate._update, list[WindowedUpdate]()
 
     def stop(self: FusedUpdate, name: str, gradient: Tensor) -> None:
         update(self, name, gradient)

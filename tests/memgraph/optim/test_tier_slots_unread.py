@@ -27,6 +27,7 @@ class Heads(nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grad", [True, False])
 def test_unused_parameters_are_offloaded_and_the_budget_is_kept(grad: bool) -> None:
     model = Heads()
@@ -53,6 +54,7 @@ def test_unused_parameters_are_offloaded_and_the_budget_is_kept(grad: bool) -> N
     assert report.peak <= report.budget
 
 
+@pytest.mark.long
 def test_it_is_trained_when_its_turn_comes() -> None:
     ours = Heads()
     plain, optimizer = copy.deepcopy(ours), ADAMW(ours.parameters())

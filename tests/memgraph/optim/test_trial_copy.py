@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim.optimizer_clone import UntriedUpdateError
 from memgraph.optim.optimizer_profiler import update_nbytes
-from memgraph.optim.trial_copy import trial_copy
+from memgraph.optim.trial_copy import UntriedUpdateError, trial_copy
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.system.device import CPU
 from memgraph.tensors.parameter_groups import state_tensors

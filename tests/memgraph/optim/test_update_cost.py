@@ -31,6 +31,7 @@ def most_measured(module: nn.Module, optimizer: optim.Optimizer, compiled: nn.Mo
     return most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_forecast_of_the_states_is_what_they_take(name: str) -> None:
     module = net()
@@ -53,6 +54,7 @@ def test_states_of_frozen_parameters_are_counted_where_there_are_some(name: str)
     assert forecast_states(report) >= resident_bytes(state_tensors(optimizer))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_planning_leaves_the_optimizer_as_it_was(name: str) -> None:
     module = net()
@@ -65,6 +67,7 @@ def test_planning_leaves_the_optimizer_as_it_was(name: str) -> None:
     assert all(map(torch.equal, values, module.parameters()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_whole_step_is_measured_within_the_forecast(name: str) -> None:
     module = net()

@@ -107,6 +107,7 @@ def _sharded(rank: int, folder: str) -> None:
     assert plain[1].param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.long
 def test_a_sharded_optimizer_takes_the_states_of_its_class_and_no_others() -> None:
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(2, _sharded, folder)

@@ -70,6 +70,7 @@ class Pair:
 KEPT = {"muon and adamw": {"momentum_buffer", "exp_avg", "exp_avg_sq"}, "adafactor": set(), "nested": {"sums.0"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_states_are_on_disk_and_bits_are_eagers(name: str) -> None:
     pair = Pair(WHOLE[name])
@@ -113,6 +114,7 @@ class Fault:
         self.transfer(*where)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["muon and adamw", "nested"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 def test_an_update_resumes_where_the_disk_failed_and_no_part_of_a_chain_steps_twice(name: str, first: bool) -> None:

@@ -18,6 +18,7 @@ from tests.support.windowed_training import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["all", "states", "parameters and states"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_of_an_update_are_known_before_and_nearly_exact(tmp_path: Path, name: str, side: str) -> None:

@@ -35,6 +35,7 @@ from tests.support.windowed_training import (
 # --- equal
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("side", ["all", "what is large", "states"])
 def test_an_update_in_windows_is_the_plain_one(tmp_path: Path, name: str, side: str) -> None:
@@ -43,6 +44,7 @@ def test_an_update_in_windows_is_the_plain_one(tmp_path: Path, name: str, side: 
     assert_equal(windows, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AdamW fused", "ASGD"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("nbytes", [100_000, 333_333, 1 << 30])
@@ -61,6 +63,7 @@ def test_states_are_where_they_were_wanted(tmp_path: Path) -> None:
     assert 4 in far_of(training(tmp_path, make, ALL).steps(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_low_precision_is_equal_where_each_parameter_fits_a_window(tmp_path: Path, name: str, threads: int) -> None:
@@ -68,6 +71,7 @@ def test_low_precision_is_equal_where_each_parameter_fits_a_window(tmp_path: Pat
     assert_equal(*pair)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_low_precision_is_what_a_single_thread_gives_where_it_is_cut(tmp_path: Path, name: str) -> None:
     _, plain = low_precision(tmp_path, OPTIMIZERS[name], 1, 130_001, 3 << 20)
@@ -164,6 +168,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], lr_scheduler.LRScheduler]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", [True, False], ids=["built before", "built after"])
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("name", ["SGD momentum", "SGD lr tensor"])

@@ -56,6 +56,7 @@ def transfers(tmp_path: Path, make: Make, first: bool) -> int:
         return faulty.calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "NAdam", "AdamW fused"])
@@ -93,7 +94,7 @@ def test_the_loss_of_an_interrupted_update_is_returned_at_its_end(tmp_path: Path
 
         def gradients() -> None:
             original()
-            faulty.at = faulty.calls + 60
+            faulty.at = faulty.calls + 50
 
         patch.setattr(one, "gradients", gradients)
         with pytest.raises(SpillError):
@@ -103,6 +104,7 @@ def test_the_loss_of_an_interrupted_update_is_returned_at_its_end(tmp_path: Path
     assert_equal(one, training(tmp_path, OPTIMIZERS["AdamW"], None).steps(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 def test_an_update_resumes_after_ctrl_c(tmp_path: Path, first: bool) -> None:
     plain = training(tmp_path, OPTIMIZERS["AdamW"], None).steps(3)
@@ -189,8 +191,8 @@ def test_nothing_of_an_update_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     updates: list[weakref.ref[Any]] = []
 
     class Watched(windowed_update.WindowedUpdate):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
             updates.extend(map(weakref.ref, (self, *self.buffers)))
 
     monkeypatch.setattr(windowed_optimizer, "WindowedUpdate", Watched)

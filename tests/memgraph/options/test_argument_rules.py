@@ -44,7 +44,8 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "host_update": NO_FLAG,
     "lower": [True, 1, ["inductor"], np.ones(2), torch.compile],
     "strict": NO_FLAG,
-    "pinned": NO_BUDGET,
+    "host": NO_BUDGET,
+    "disk": NO_BUDGET,
     "cuda_graphs": [1, 0, None, np.ones(2), ["auto"]],
     "opaque": [1, 0, None, "encoder", np.ones(2)],
     "slices": [3, True, ["lm_head"], b"auto", np.ones(2), [None]],
@@ -90,6 +91,7 @@ def said(name: str, value: Any) -> set[tuple[type[Exception], str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG_TYPE.items() for value in values])
 def test_what_is_of_a_wrong_type_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
     ((kind, text),) = said(name, value)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def _differing(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_data_parallel_wrappers_average_what_was_put_into_grad() -> None:
     assert on_ranks(2, _differing) == [[], []]
 

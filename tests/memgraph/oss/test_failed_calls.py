@@ -67,6 +67,7 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
     return messages, same(net, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_a_call_that_fails_before_it_is_planned_is_an_error_on_all_ranks(gather: str) -> None:
     (texts, first), (own, second) = on_ranks(2, _failing, gather)

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph import CollectiveError, ShardError, StateError
 from memgraph.oss.checkpoint.full_state import TensorSender
-from memgraph.oss.comm.liveness import VERDICT
-from memgraph.oss.comm.p2p import P2PComm
+from memgraph.oss.comm.exchange import P2PComm
+from memgraph.oss.comm.watchdog import VERDICT
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
 from tests.memgraph.oss.test_gradients import give, same, tensors, use_transport
 from tests.support.ranks import on_ranks
@@ -74,6 +74,7 @@ def _failed(rank: int, path: Path, way: str, kind: type[optim.Optimizer], wire: 
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way, kind, wire",
     [

@@ -71,6 +71,7 @@ def _averaged(rank: int, ranks: int, way: str) -> None:
         assert all(torch.equal(p.grad, was) for p, was in zip(ours, before, strict=True) if p.grad is not None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("way", ["shared_memory", "p2p", "collectives"])
 def test_a_step_averages_over_ranks_and_leaves_gradients_as_they_are(ranks: int, way: str) -> None:
@@ -354,6 +355,7 @@ def _drawn(rank: int, ranks: int, way: str) -> None:
         assert same(ours, plain), (turn, kind, shapes, kinds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_whatever_the_shapes_the_bits_are_those_of_the_plain_optimizer(way: str) -> None:
     on_ranks(3, _drawn, 3, way)

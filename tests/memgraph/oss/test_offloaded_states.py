@@ -142,6 +142,7 @@ def _trainings(rank: int, kinds: tuple[str, ...]) -> tuple[list[str], list[str]]
     return wrong, plans
 
 
+@pytest.mark.long
 def test_trainings_with_offloaded_states_are_the_plain_ones_and_keep_to_their_budgets_with_one_plan() -> None:
     (wrong, plans), (others, theirs) = on_ranks(2, _trainings, QUICK)
     assert wrong == others == []
@@ -212,6 +213,7 @@ def _loops(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_everyday_loops_are_the_plain_ones() -> None:
     assert on_ranks(2, _loops) == [[]] * 2
 
@@ -237,6 +239,7 @@ def _loaded(rank: int, path: Path) -> list[str]:
     return wrong + ["has another state"] * (not same(state, ordered(theirs.state_dict())))
 
 
+@pytest.mark.long
 def test_offloaded_states_are_saved_on_two_ranks_and_loaded_on_others(tmp_path: Path) -> None:
     on_ranks(2, _saved, tmp_path / "run")
     for ranks in (1, 3):
@@ -275,6 +278,7 @@ def _interrupted(rank: int, last: int, messages: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_on_one_rank_interrupts_the_step_of_all() -> None:
     for ranks, messages in ((1, True), (2, False), (2, True)):
         assert on_ranks(ranks, _interrupted, ranks - 1, messages) == [[]] * ranks

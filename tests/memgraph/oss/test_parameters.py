@@ -47,6 +47,7 @@ def _frozen(rank: int) -> None:
         assert same(ours, plain), step
 
 
+@pytest.mark.long
 def test_parameters_may_be_frozen_and_unfrozen_at_any_time() -> None:
     on_ranks(2, _frozen)
 
@@ -292,6 +293,7 @@ def _rested(rank: int) -> list[tuple[Any, int, int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plan_counts_the_states_of_what_was_trained_and_is_frozen_again(ranks: int) -> None:
     for phases in on_ranks(ranks, _rested):

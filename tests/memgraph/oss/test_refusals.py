@@ -95,7 +95,7 @@ def test_what_one_rank_refuses_is_an_error_on_the_others() -> None:
     assert step == own[-5:-2] and step[0].startswith("the ranks disagree on lr of group 0: 0.001 on rank 0; 0.002")
     assert step[1] == "some ranks have a call of clip_grad_norm_, others have not; call the same on all ranks"
     assert "where the state goes: to=0 on rank 0; to=1 on rank 1. Give the same" in step[2]
-    assert others[-1] == own[-1] and others[-1].startswith("the optimizer is a SGD; give a memgraph.OSS, or use")
+    assert others[-1] == own[-1] and others[-1].startswith("the optimizer is a SGD; give a memgraph.OSS, as")
 
 
 class _Deaf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
@@ -99,10 +100,12 @@ def _fused(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_fused_kernels_step_as_alone() -> None:
     assert on_ranks(3, _fused) == [[]] * 3
 
 
+@pytest.mark.long
 def test_twelve_optimizers_over_two_groups_step_as_alone() -> None:
     for ranks in (1, 2):
         assert on_ranks(ranks, _steps, "average") == [[]] * ranks

@@ -61,6 +61,7 @@ def needs(accumulate: bool) -> int:
     return smallest_of(lambda: memgraph.plan(net(), batch(), budget=1, offload=None, accumulate=accumulate))
 
 
+@pytest.mark.long
 def test_a_budget_between_the_two_steps_is_warned_of_at_the_first_call_with_the_bytes_of_the_second() -> None:
     model = memgraph.compile(net(), needs(False), offload=None)
     with pytest.warns(RuntimeWarning, match="zero_grad") as caught:
@@ -78,6 +79,7 @@ def test_a_budget_between_the_two_steps_is_warned_of_at_the_first_call_with_the_
     assert "adds to gradients" not in str(roomy.plans[0])
 
 
+@pytest.mark.long
 def test_a_step_that_fits_keeps_its_pages_although_one_that_adds_to_gradients_needs_a_plan() -> None:
     """Runs in a process of its own: once freed memory is returned to the system, it always is."""
     done = subprocess.run([sys.executable, "-c", EXACT], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -108,6 +110,7 @@ def test_an_error_names_one_budget_which_does_for_a_call_that_adds_to_gradients_
     assert caught.value.smallest > alone
 
 
+@pytest.mark.long
 def test_a_loop_that_says_that_it_accumulates_is_refused_at_the_first_call_or_never() -> None:
     with pytest.raises(memgraph.BudgetError):
         memgraph.compile(net(), needs(False), offload=None, accumulate=True)(batch())

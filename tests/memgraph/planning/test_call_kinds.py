@@ -100,6 +100,24 @@ class DividedByRows(nn.Module):
         return result
 
 
+def test_a_number_that_the_first_call_alone_reads_hides_no_length() -> None:
+    """Torchvision's detectors find scales in their first call."""
+
+    class Lazy(nn.Linear):
+        scale: int | None = None
+        level = 4
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.level if self.scale is None else self.scale
+            found: Tensor = super().forward(x[x[:, 0] > 0]).square().mean() * self.scale
+            return found
+
+    module = memgraph.compile(Lazy(4, 4), 1 << 30)
+    with pytest.warns(RuntimeWarning, match=r"x, dimension 0 \(.*\) differs from call to call"):
+        for rows in range(40, 46):
+            module(torch.linspace(-1, 1, 4 * rows).view(rows, 4)).backward()
+
+
 def test_the_warning_stands_at_the_callers_line() -> None:
     compiled = memgraph.compile(DividedByRows(), "1GB")
     with warnings.catch_warnings(record=True) as caught:
@@ -110,6 +128,7 @@ def test_the_warning_stands_at_the_callers_line() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.long
 def test_a_warning_that_is_an_error_leaves_a_module_that_works() -> None:
     compiled = memgraph.compile(DividedByRows(), "1GB")
     with warnings.catch_warnings():

@@ -62,6 +62,7 @@ def compiled(budget: int, **options: Any) -> tuple[list[Tensor], memgraph.Report
     return trained(model, lambda: step(BATCH), optimizer), step.plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["attention"])
 def test_the_law_holds_of_segments(name: str) -> None:
     trace = traced(name, False)
@@ -80,6 +81,7 @@ def dear(trace: Trace) -> Trace:
     return replace(trace, ops=tuple(replace(op, us=op.us * 1e6) for op in trace.ops))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_gradients_are_eagers_but_for_rounding_and_the_budget_holds(share: float) -> None:
     _, plain = compiled(1 << 34)
@@ -121,6 +123,7 @@ def test_a_small_gpt_keeps_its_budget_and_its_loss() -> None:
     assert "compiled: " in str(report)
 
 
+@pytest.mark.long
 def test_without_it_gradients_are_bit_equal() -> None:
     for options in ({"lower": None}, {}):
         parameters, report = compiled(1 << 34, **options)
@@ -128,6 +131,7 @@ def test_without_it_gradients_are_bit_equal() -> None:
         assert all(map(torch.equal, parameters, eager()))
 
 
+@pytest.mark.long
 def test_updates_in_backward_stay_outside_of_segments() -> None:
     parameters, report = compiled(1 << 34, lower="inductor", fuse_update=True)
     fns = [op.fn for op in report.forecast.trace.ops]

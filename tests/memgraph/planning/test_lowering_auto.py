@@ -18,7 +18,7 @@ from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.planning import target
-from memgraph.planning.lowering import regions
+from memgraph.planning.lowering import lowering
 from memgraph.planning.lowering.lowering import Lowering
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpProfiler
@@ -45,7 +45,7 @@ class Net(nn.Module):
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "_segments", {})
     monkeypatch.setattr(inductor, "_refused", set())
-    monkeypatch.setattr(regions, "_refused", {})
+    monkeypatch.setattr(lowering, "_refused", {})
 
 
 @pytest.fixture(name="broken")

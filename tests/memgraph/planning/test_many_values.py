@@ -59,6 +59,7 @@ def trained(model: nn.Module, steps: int, budget: Any = ROOM, **options: Any) ->
     return compiled
 
 
+@pytest.mark.long
 def test_after_eight_captures_the_submodule_that_asks_runs_as_it_is() -> None:
     torch.manual_seed(0)
     with pytest.warns(RuntimeWarning, match=LINE + r"[\s\S]*from now on part runs as it is, in one op") as caught:
@@ -68,6 +69,7 @@ def test_after_eight_captures_the_submodule_that_asks_runs_as_it_is() -> None:
     assert len(compiled.plans) == 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opaque", [False, ["first"]])
 def test_with_other_parts_chosen_the_warning_says_what_to_choose(opaque: Any) -> None:
     torch.manual_seed(0)
@@ -76,6 +78,7 @@ def test_with_other_parts_chosen_the_warning_says_what_to_choose(opaque: Any) ->
     assert "part" not in [row.path for row in compiled.plan.opaque]
 
 
+@pytest.mark.long
 def test_where_no_plan_with_it_fits_it_is_captured_for_each_value() -> None:
     torch.manual_seed(0)
     model = Net(Experts())
@@ -87,6 +90,7 @@ def test_where_no_plan_with_it_fits_it_is_captured_for_each_value() -> None:
     assert not compiled.plan.opaque
 
 
+@pytest.mark.long
 def test_a_submodule_that_cannot_run_as_it_is_is_captured_for_each_value() -> None:
     torch.manual_seed(0)
     with pytest.warns(RuntimeWarning, match=r"with opaque=\['part'\]"):
@@ -94,6 +98,7 @@ def test_a_submodule_that_cannot_run_as_it_is_is_captured_for_each_value() -> No
     assert not compiled.plan.opaque
 
 
+@pytest.mark.long
 def test_the_whole_model_is_captured_for_each_value() -> None:
     torch.manual_seed(0)
     with pytest.warns(RuntimeWarning, match=r"each new value is captured and planned: compute with torch\.where"):

@@ -24,6 +24,7 @@ def add(twins: Twins) -> None:
         optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 1e-3})  # type: ignore[index]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fuse_update", [False, True])
 def test_what_is_added_is_counted(fuse_update: bool) -> None:
     module: Any = chain(3)
@@ -41,6 +42,7 @@ def test_what_is_added_is_counted(fuse_update: bool) -> None:
     assert model.plan.measured <= model.plan.peak
 
 
+@pytest.mark.long
 def test_a_group_that_is_added_between_steps_streams_and_is_updated() -> None:
     twins = Twins(optimizer=first, budget=tightest() + (1 << 18))
     for turn in range(4):

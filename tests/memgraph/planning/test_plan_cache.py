@@ -84,6 +84,7 @@ def test_a_kind_of_call_that_returns_is_not_searched_for(
             assert len(searches) == (2 if epoch else len(plans))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [None, "auto"])
 def test_a_later_process_finds_it_on_disk_with_what_is_proven(searches: list[Trace], offload: str | None) -> None:
     budget = budget_for(64)
@@ -198,6 +199,7 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert 10 <= len(there) < 100
 
 
+@pytest.mark.long
 def test_a_kind_of_call_that_returns_is_not_captured_again(
     searches: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:

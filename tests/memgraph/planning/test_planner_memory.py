@@ -18,15 +18,16 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.planning import pricing
 from memgraph.profile import link_bandwidth, machine_profile, op_profiler
-from memgraph.profile.link_bandwidth import SIZES, measure_disk
+from memgraph.profile.link_bandwidth import SIZES, measure_files
 from memgraph.profile.memory_meter import resident_bytes
-from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.file_tier import FileTier
 from memgraph.storage.io_threads import STAGING
 from memgraph.system.timer import CACHE, flush_caches
 from memgraph.tensors.parameter_groups import state_tensors
 from tests.support.planning_memory import anonymous_nbytes
 
 
+@pytest.mark.long
 def test_a_process_that_plans_keeps_its_anonymous_memory_within_the_budget(tmp_path: Path) -> None:
     """Measured by the kernel, and with nothing known before."""
     command = [sys.executable, "-m", "tests.support.planning_memory", str(tmp_path)]
@@ -49,14 +50,14 @@ def test_the_disk_is_measured_in_the_room_there_is(
 ) -> None:
     seen: list[tuple[int, ...]] = []
 
-    def copied(tier: DiskTier) -> tuple[float, float]:
+    def copied(tier: FileTier) -> tuple[float, float]:
         seen.append(tier.slots)
         return 1.0, 1.0
 
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(link_bandwidth, "_known", {})
     monkeypatch.setattr(link_bandwidth, "_copied", copied)
-    measure_disk(tmp_path, room)
+    measure_files(tmp_path, room)
     if room is None:
         assert seen == [(nbytes,) * count for nbytes, count in SIZES.items()]
     else:
@@ -64,6 +65,7 @@ def test_the_disk_is_measured_in_the_room_there_is(
     assert len(seen) == {1: 1, 10: 2, 70: 3}.get((room or 70 << 20) >> 20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beyond", [False, True])
 def test_a_model_beyond_the_budget_gives_a_share_of_itself_to_measure_the_disk(
     beyond: bool, monkeypatch: pytest.MonkeyPatch
@@ -72,9 +74,9 @@ def test_a_model_beyond_the_budget_gives_a_share_of_itself_to_measure_the_disk(
 
     def disk(folder: object, room: int | None) -> link_bandwidth.Links:
         rooms.append(room)
-        return measure_disk(None, room)
+        return measure_files(None, room)
 
-    monkeypatch.setattr(machine_profile, "measure_disk", disk)
+    monkeypatch.setattr(machine_profile, "measure_files", disk)
     model, x = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), torch.randn(64, 512)
     there = resident_bytes([*model.parameters(), x])
     with contextlib.suppress(memgraph.BudgetError):
@@ -135,6 +137,7 @@ class Working(nn.Module):
         return worked(self.linear(x)).sum()
 
 
+@pytest.mark.long
 def test_an_op_whose_workspace_is_more_than_the_budget_leaves_is_named_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +149,7 @@ def test_an_op_whose_workspace_is_more_than_the_budget_leaves_is_named_too(
     assert "memgraph_planner_memory.worked.default, which is run to be priced, takes 1.1 MB" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adds", [False, True])
 def test_an_op_has_the_room_that_gradients_and_states_of_earlier_steps_leave(
     adds: bool, monkeypatch: pytest.MonkeyPatch

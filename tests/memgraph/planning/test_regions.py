@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.errors import LoweringError
 from memgraph.graph import inductor
-from memgraph.planning.lowering import regions
+from memgraph.planning.lowering import lowering
 from memgraph.profile.region_profiler import RegionCost, RegionProfiler
 from memgraph.report.tables import mb
-from memgraph.storage.disk_tier import DiskLease
+from memgraph.storage.file_tier import FileLease
 from passes.ir.ops import FREE, OFFLOAD, RELOAD, SEGMENT, WAIT, is_region
 from tests.memgraph.planning.test_lowering import compiled, eager
 
@@ -25,8 +25,8 @@ from tests.memgraph.planning.test_lowering import compiled, eager
 @pytest.fixture(autouse=True)
 def _all_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that does other work may time a region as slower than its ops."""
-    monkeypatch.setattr(regions, "faster_regions", lambda trace, found, *_: tuple(found))
-    monkeypatch.setattr(regions, "_refused", {})
+    monkeypatch.setattr(lowering, "faster_regions", lambda trace, found, *_: tuple(found))
+    monkeypatch.setattr(lowering, "_refused", {})
     monkeypatch.setattr("memgraph.profile.region_profiler._known", {})
 
 
@@ -39,6 +39,7 @@ def count(report: memgraph.Report) -> int:
     return sum(map(is_region, report.forecast.trace.ops))
 
 
+@pytest.mark.long
 def test_a_step_without_memory_ops_is_two_compiled_halves() -> None:
     parameters, report = compiled(1 << 34, lower="inductor")
     assert "2 of them are all ops between two memory ops; forward and backward as a whole" in str(report)
@@ -47,6 +48,7 @@ def test_a_step_without_memory_ops_is_two_compiled_halves() -> None:
     assert_close(parameters, eager())
 
 
+@pytest.mark.long
 def test_memory_ops_run_where_the_plan_has_them_and_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, plain = compiled(1 << 34)
     ran: list[str] = []
@@ -61,7 +63,7 @@ def test_memory_ops_run_where_the_plan_has_them_and_the_budget_is_kept(monkeypat
         monkeypatch.setattr(owner, method, noted)
 
     for method, fn in (("offload", OFFLOAD), ("free", FREE), ("reload", RELOAD), ("wait", WAIT)):
-        noting(DiskLease, method, fn)
+        noting(FileLease, method, fn)
     noting(inductor.Segment, "boxed", SEGMENT)
     budget = int(plain.peak * 0.45)
     parameters, report = compiled(budget, lower="inductor")
@@ -93,6 +95,7 @@ def gradients(model: nn.Module, call: Any, outputs: Callable[[Any], Tensor]) -> 
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.long
 def test_random_numbers_are_eagers_and_an_output_without_a_loss_adds_nothing() -> None:
     model = Dropping()
     ours = memgraph.compile(model, "1GB", lower="inductor")
@@ -104,6 +107,7 @@ def test_random_numbers_are_eagers_and_an_output_without_a_loss_adds_nothing() -
     assert count(ours.plan) and ours.plan.peak >= ours.plan.choice.forecast.peak
 
 
+@pytest.mark.long
 def test_a_kept_graph_is_differentiated_twice() -> None:
     model = Dropping()
     ours = memgraph.compile(model, "1GB", lower="inductor")
@@ -119,6 +123,7 @@ def test_a_kept_graph_is_differentiated_twice() -> None:
     assert_close(twice(ours), twice(model))
 
 
+@pytest.mark.long
 def test_a_region_over_the_budget_runs_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     _, plain = compiled(1 << 34)
     measured = RegionProfiler._measured
@@ -134,6 +139,7 @@ def test_a_region_over_the_budget_runs_in_segments(monkeypatch: pytest.MonkeyPat
     assert_close(parameters, eager())
 
 
+@pytest.mark.long
 def test_a_region_that_takes_more_in_the_step_runs_in_segments_from_the_second_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,6 +165,7 @@ def test_a_region_that_takes_more_in_the_step_runs_in_segments_from_the_second_s
     assert_close(parameters, eager())
 
 
+@pytest.mark.long
 def test_what_inductor_refuses_runs_in_segments_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_segment, tried = inductor.compile_segment, list[int]()
 

@@ -18,18 +18,17 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.planning import replan
-from memgraph.planning.measured_prices import reprice, with_measured_times
-from memgraph.planning.replan import replanned
+from memgraph.planning.replan import replanned, reprice, with_measured_times
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
-from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import CopyOverhead
 from memgraph.profile.step_timer import Clock, StepTimes, WallTimes
 from memgraph.report.step_times import FEW, LENGTH
 from memgraph.runtime.step import Step
 from memgraph.storage import io_threads
 from memgraph.storage.async_copy import copy_rates
-from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.file_tier import FileTier
 from memgraph.system import measurement_cache
 from passes import BudgetError, Machine, Op, PlanResult, Recompute, Trace, apply, predict
 from passes.pipeline import make_plan
@@ -148,6 +147,7 @@ def test_a_wrong_price_is_detected_and_the_step_is_planned_again_once(compiled: 
         assert now.measured_us > 0
 
 
+@pytest.mark.long
 def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> None:
     module = compiled(TRUE, budget_of(x, 0.75))
     step(module, x)
@@ -183,6 +183,7 @@ def test_a_plan_that_was_given_is_kept(
     assert given.plan.plan == module.plan.plan
 
 
+@pytest.mark.long
 def test_a_run_of_the_old_plan_ends_after_the_new_plan_was_made(compiled: Callable[..., Any], x: Tensor) -> None:
     module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget_of(x, 0.75))
     step(module, x)
@@ -199,10 +200,10 @@ def test_a_run_of_the_old_plan_ends_after_the_new_plan_was_made(compiled: Callab
 
 def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
-    close = DiskTier.close
-    monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
+    close = FileTier.close
+    monkeypatch.setattr(FileTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(replan, "replanned", lambda choice, trace, machine, search: choice)
-    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (FAST, FAST))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_files", lambda folder, room: (FAST, FAST))
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
     )
@@ -211,7 +212,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     step(module, x)
     step(module, x)
     tier = module._latest.parts.tier
-    assert isinstance(tier, DiskTier)
+    assert isinstance(tier, FileTier)
     nbytes = tier.nbytes
     del tier
     assert same(step(module, x), eager(x))
@@ -296,7 +297,7 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
 
 
 def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
-    lease = DiskTier([1 << 20] * 2, tmp_path).lease()
+    lease = FileTier([1 << 20] * 2, tmp_path).lease()
     assert copy_rates(lease.copies, half_duplex=True) == (0.0, 0.0)
     sent = torch.ones(1 << 20, dtype=torch.uint8)
     lease.offload(0, sent)
@@ -307,6 +308,7 @@ def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     lease.release()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fuse", [False, True])
 def test_copies_of_the_update_tell_of_the_links_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuse: bool
@@ -316,7 +318,7 @@ def test_copies_of_the_update_tell_of_the_links_too(
     def note(choice: PlanResult, machine: Machine, times: StepTimes) -> Any:
         moved = sum(part.nbytes for parts in times.copies[-1].values() for part in parts)
         ran = choice.forecast.trace  # which another plan may replace
-        far = sum(sum(update_nbytes(ran, op)) for op in ran.ops if op.phase == "update")
+        far = sum(sum(both) for op in ran.ops if op.phase == "update" for both in update_nbytes(ran, op).values())
         seen.append((times, moved, far))
         return with_measured_times(choice, machine, times)
 
@@ -335,7 +337,7 @@ def test_copies_of_the_update_tell_of_the_links_too(
 
 def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease, sent, plain = (
-        DiskTier([1 << 20], tmp_path).lease(),
+        FileTier([1 << 20], tmp_path).lease(),
         torch.ones(1 << 20, dtype=torch.uint8),
         io_threads.transfer_pages,
     )
@@ -360,6 +362,7 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
 # --- later steps
 
 
+@pytest.mark.long
 def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
     compiled: Callable[..., Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +387,7 @@ def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
     assert module.plan.measured is not None and module.plan.measured <= module.plan.peak <= budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("off", "said"), [(1.05, False), (1.5, True), (0.5, True)])
 def test_a_report_says_when_later_steps_are_off_their_forecast(
     off: float, said: bool, compiled: Callable[..., Any], x: Tensor, monkeypatch: pytest.MonkeyPatch

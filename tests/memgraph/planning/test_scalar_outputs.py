@@ -28,6 +28,7 @@ def gradients(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.long
 def test_a_budget_that_is_too_small_for_all_outputs_is_planned_for_the_loss() -> None:
     budget = smallest()
     eager, model = queue(), memgraph.compile(queue(), budget, accumulate=False)
@@ -42,6 +43,7 @@ def test_a_budget_that_is_too_small_for_all_outputs_is_planned_for_the_loss() ->
     assert "backward starts from the scalar outputs alone; from all of them it needs" in str(model.plan)
 
 
+@pytest.mark.long
 def test_another_gradient_is_then_refused_with_a_budget_that_works() -> None:
     budget = smallest()
     model = memgraph.compile(queue(), budget, accumulate=False)
@@ -56,6 +58,7 @@ def test_another_gradient_is_then_refused_with_a_budget_that_works() -> None:
     assert larger.plan.all_outputs == 0
 
 
+@pytest.mark.long
 def test_a_saved_plan_for_the_loss_is_used_again() -> None:
     budget = smallest()
     saved = memgraph.plan(queue(), X, TARGETS, budget=budget, accumulate=False).to_json()
@@ -83,6 +86,7 @@ class Scaled(torch.nn.Module):
         return y.pow(2).mean(), y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("accumulate", [None, False, True])
 def test_it_is_refused_in_later_steps_that_add_to_gradients(trained: bool, accumulate: bool | None) -> None:

@@ -62,6 +62,7 @@ def test_a_step_is_trained_under_the_best_plan_until_then(
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.long
 def test_the_plan_of_an_interrupted_search_is_not_used_in_the_next_process(
     pressing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

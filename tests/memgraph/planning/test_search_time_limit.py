@@ -40,6 +40,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_step_that_fits_as_it_is_is_priced_in_bytes_alone(timed: list[Any]) -> None:
     x = torch.ones(64, 16)
     quick = memgraph.plan(net(), x, budget="1GB")
@@ -76,6 +77,7 @@ def test_without_time_each_op_runs_for_its_bytes_and_one_time(
     assert compiled.plan.measured is not None and compiled.plan.measured <= compiled.plan.peak <= budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "most"), [(1000, 1000.0), (None, FIRST_CALL_S)])
 def test_what_later_calls_need_is_planned_within_the_same_limit(
     limit: float | None, most: float, monkeypatch: pytest.MonkeyPatch

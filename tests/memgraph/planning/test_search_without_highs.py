@@ -37,6 +37,7 @@ def test_the_report_says_who_planned_that_nothing_is_proven_and_what_to_install(
     assert lines[at - 1].startswith("proven: only that no plan is faster than the step as it is")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("absent")
 def test_a_step_that_fits_as_it_is_needs_no_search() -> None:
     assert SAID not in str(report(1.0))
@@ -49,12 +50,14 @@ def test_the_table_of_budgets_says_it_once() -> None:
     assert sum(SAID in line for line in lines) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("absent")
 def test_so_does_a_budget_that_is_too_small() -> None:
     with pytest.raises(memgraph.BudgetError, match=f"{SAID}: with it a smaller budget may do; pip install highspy\n"):
         report(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planned", [lambda: report(0.9), sweep])
 def test_with_it_no_message_mentions_it(planned: Callable[[], object]) -> None:
     assert SAID not in str(planned())

@@ -89,7 +89,7 @@ def test_the_log_says_in_what_a_call_differs_from_the_most_similar_one(
     with caplog.at_level(logging.INFO, "memgraph"):
         compiled(torch.ones(2, 4), **arguments)
     said = [text for record in caplog.records if "is captured, priced and planned" in (text := record.getMessage())]
-    assert len(said) == 1 and says in said[0].partition("planned: ")[2]
+    assert len(said) == 1 and says in said[0].partition("(capture 2): ")[2]
 
 
 def test_what_changes_while_a_call_is_planned_counts_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

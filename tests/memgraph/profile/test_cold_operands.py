@@ -11,10 +11,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memgraph.graph.summarize import Cost
-from memgraph.profile import cold_operands, op_cost, op_profiler
-from memgraph.profile.cold_operands import FLUSHED, LARGE, RUNS, cold_us
+from memgraph.profile import op_cost, op_profiler
 from memgraph.profile.memory_meter import Allocation
-from memgraph.profile.op_profiler import OpProfiler
+from memgraph.profile.op_profiler import FLUSHED, LARGE, RUNS, OpProfiler, cold_us
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 CACHE, LAUNCH = 4096, 5.0  # bytes; microseconds of the host for an op
@@ -67,7 +66,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", device.Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(
-        cold_operands,
+        op_profiler,
         "torch",
         SimpleNamespace(**vars(torch) | {"empty": lambda *args, **kwargs: device.empty(*args, **kwargs)}),
     )

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.profile import copy_overhead, machine_profile
-from memgraph.profile.copy_overhead import CopyOverhead, measure_copy_overhead
+from memgraph.profile import machine_profile
 from memgraph.profile.link_bandwidth import Link
-from memgraph.profile.machine_profile import measure_links
+from memgraph.profile.machine_profile import CopyOverhead, measure_copy_overhead, measure_links
 from memgraph.report.tables import ms
 from memgraph.system import measurement_cache
 from passes import Machine
@@ -24,7 +23,7 @@ SLOW = Link(((1 << 20, 1e6),))
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(copy_overhead, "_known", {})
+    monkeypatch.setattr(machine_profile, "_known", {})
     monkeypatch.setattr(measurement_cache, "_open", {})
 
 
@@ -36,8 +35,8 @@ def test_copy_overhead_is_measured_once_for_a_file_system_and_kept(
     assert found.us_per_copy > 0.0
     assert found.us_per_byte >= 0.0
     assert torch.equal(torch.get_rng_state(), random)
-    monkeypatch.setattr(copy_overhead, "_known", {})
-    monkeypatch.setattr(copy_overhead, "_measure", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(machine_profile, "_known", {})
+    monkeypatch.setattr(machine_profile, "_measure", lambda *given: pytest.fail("measured again"))
     assert measure_copy_overhead(tmp_path, (LINK, LINK)) == found
 
 
@@ -46,7 +45,7 @@ def test_copies_to_a_slow_disk_have_no_overhead_per_byte(tmp_path: Path) -> None
 
 
 def test_copies_of_a_gpu_have_no_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "measure_files", lambda folder, room: (LINK, LINK))
     monkeypatch.setattr(machine_profile, "measure_host", lambda device, room: (LINK, LINK))
     monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda folder, links, room: CopyOverhead(60.0, 1e-4))
     disk = measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path)

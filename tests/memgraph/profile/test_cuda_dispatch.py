@@ -96,6 +96,7 @@ def quiet() -> Iterator[None]:
     library._destroy()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quiet")
 def test_statistics_that_an_op_updates_quietly_are_updated_once_however_much_is_recomputed(
     monkeypatch: pytest.MonkeyPatch,

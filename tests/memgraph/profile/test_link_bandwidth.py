@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph.profile import link_bandwidth, machine_profile
-from memgraph.profile.copy_overhead import CopyOverhead
-from memgraph.profile.link_bandwidth import Link, Links, measure_casts, measure_disk, measure_host
+from memgraph.profile.link_bandwidth import Link, Links, measure_casts, measure_files, measure_host
+from memgraph.profile.machine_profile import CopyOverhead
 from memgraph.system.device import CPU
 
 KB, MB = 1 << 10, 1 << 20
@@ -59,7 +59,7 @@ def test_a_model_beyond_the_budget_has_the_rate_of_its_parameters(
 ) -> None:
     """On a disk that is slow to answer, small copies have a ninth of the rate of large ones."""
     link = Link(((256 * KB, 5000.0), (4 * MB, 9000.0), (32 * MB, 40000.0)))
-    monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (link, link))
+    monkeypatch.setattr(machine_profile, "measure_files", lambda folder, room: (link, link))
     monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda *_: CopyOverhead())
     model, x = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))), torch.randn(16, 1024)
     budget = round(share * 16 * MB)
@@ -72,7 +72,7 @@ def test_a_model_beyond_the_budget_has_the_rate_of_its_parameters(
 def test_where_no_copy_has_room_the_links_are_guessed_and_not_those_of_tiny_copies(
     room: int, tmp_path: Path, copied: list[int]
 ) -> None:
-    every = measure_host(CPU, room), measure_casts(CPU, room), measure_disk(tmp_path, room)
+    every = measure_host(CPU, room), measure_casts(CPU, room), measure_files(tmp_path, room)
     assert not copied and not link_bandwidth._known
     for links in every:
         for link in links:

@@ -163,6 +163,7 @@ def test_resident_bytes_counts_a_storage_once() -> None:
     assert resident_bytes(block() for _ in range(3)) == 3 * MIB
 
 
+@pytest.mark.long
 def test_it_is_silent_and_leaves_the_environment_alone() -> None:
     code = "import os; from memgraph.profile.memory_meter import measure_peak; measure_peak(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
@@ -190,6 +191,7 @@ for each in sys.argv[1]:
     return [line.rpartition("] ")[2] for line in run.stderr.splitlines() if line.startswith("USDT")]
 
 
+@pytest.mark.long
 def test_a_measurement_adds_no_line_to_those_of_the_callers_profiler_and_takes_none() -> None:
     assert lines_of_a_profiler("mcmc") == 2 * lines_of_a_profiler("c")
 
@@ -225,6 +227,7 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
     assert meter.allocated() == Allocation(peak=300 + 64 + 400, net=0, blocks=2 * 1764, held=3 * 1764)
 
 
+@pytest.mark.long
 def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_words_are_heard() -> None:
     script = """
 import torch

@@ -50,6 +50,7 @@ def unknown_prices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("long_us", "times"), [(0.0, 1), (float("inf"), 2)])
 def test_an_op_whose_first_run_is_long_is_not_run_again_for_its_time(
     long_us: float, times: int, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +62,7 @@ def test_an_op_whose_first_run_is_long_is_not_run_again_for_its_time(
     assert op.us > 0
 
 
+@pytest.mark.long
 def test_a_first_run_that_only_waits_is_no_measure_of_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "LONG_US", 200_000.0)
     monkeypatch.setitem(WAIT_S, "each run", 0.25)
@@ -68,6 +70,7 @@ def test_a_first_run_that_only_waits_is_no_measure_of_its_op(monkeypatch: pytest
     assert len(RUNS) == 2
 
 
+@pytest.mark.long
 def test_a_long_run_is_not_repeated_when_its_time_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "LONG_US", 0.0)
     model, x = Counting(), torch.randn(32, 24)

@@ -66,11 +66,13 @@ def compare(name: str, run: Callable[[Tensor], Tensor]) -> int:
     return compared
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FREQUENT)
 def test_frequent_ops_have_the_strides_of_their_kernels(name: str) -> None:
     assert compare(name, OPS[name]) > 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(OPS) - {*FREQUENT}))
 def test_other_ops_have_the_strides_of_their_kernels(name: str) -> None:
     assert compare(name, OPS[name]) > 50

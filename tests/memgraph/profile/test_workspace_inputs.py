@@ -43,6 +43,7 @@ class Through(nn.Module):
         return self.function(self.linear(x)).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("function", [largest_of_bags, log_determinant, scattered])
 def test_workspaces_that_depend_on_values_are_within_the_forecast(
     function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch

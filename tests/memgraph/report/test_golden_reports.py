@@ -306,10 +306,10 @@ network: 1 exchange of 4.0 MB, 4.0 ms; compute hides 0.0 ms of it
 bytes
 kind       at the peak  at its own peak
 parameter       4.0 MB           4.0 MB
-input          32000 B          32000 B
+input          32.0 kB          32.0 kB
 gradient        2.0 MB           2.0 MB
 tangent            4 B              4 B
-output         32000 B          32000 B
+output         32.0 kB          32.0 kB
 temporary       4.0 MB           4.0 MB
 all            10.1 MB
 
@@ -318,8 +318,8 @@ kind         bytes  what                             type             where
 parameter   4.0 MB  parameter                        f32[1000, 1000]  weight
 temporary   4.0 MB  aten.mm.default                  f32[1000, 1000]  net.py:3
 gradient    2.0 MB  memgraph.reduce_scatter.default  f32[500000]
-input      32000 B  input                            f32[8, 1000]     input_0
-output     32000 B  aten.mm.default                  f32[8, 1000]     net.py:3
+input      32.0 kB  input                            f32[8, 1000]     input_0
+output     32.0 kB  aten.mm.default                  f32[8, 1000]     net.py:3
 tangent        4 B  tangent                          f32[]
 
 decided: nothing; the step fits as it is

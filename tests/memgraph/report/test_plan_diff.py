@@ -10,8 +10,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memgraph.report.plan_diff import changes
-from memgraph.report.report import Report
+from memgraph.report.report import Report, changes
 from passes import Plan, PlanResult, Recompute, Trace, apply, parse, parse_plan, predict
 from tests.memgraph.report.test_golden_reports import DISK, TRAIN
 

@@ -53,6 +53,7 @@ def test_a_plan_of_an_interrupted_search_says_so_also_from_a_file() -> None:
         assert "planning was interrupted: this is the best plan until then" in str(told)
 
 
+@pytest.mark.long
 def test_the_report_of_a_step_that_ran_is_read_without_its_model() -> None:
     room = memgraph.plan(net(), batch(), budget="1GB").peak
     model = memgraph.compile(net(), room - 50_000)

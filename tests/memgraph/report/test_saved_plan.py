@@ -59,6 +59,7 @@ def test_what_is_written_is_read_back_to_the_last_digit() -> None:
     assert (plan.bound_us, plan.any_us) == (pressed().bound_us, pressed().choice.any_us)
 
 
+@pytest.mark.long
 def test_the_plan_of_a_large_model_comes_back_and_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = fresh(next(case for case in CASES if case.name == "gpt2"))
     report = memgraph.plan(model, budget="30MB", time_limit=0, **inputs.kwargs)
@@ -148,6 +149,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "x", "reason"),
     [
@@ -254,6 +256,7 @@ def test_what_is_damaged_is_refused_at_once(change: Callable[[str], str], reason
 WRONG = (None, "7", [1], {"a": 1}, True, 1.5, float("nan"), -3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", WRONG, ids=map(str, WRONG))
 def test_a_changed_plan_with_a_new_digest_is_refused_or_used(wrong: Any) -> None:
     def sealed(*path: str) -> str:
@@ -319,6 +322,7 @@ print(memgraph.plan(net, torch.randn(100, 32), budget=int(sys.argv[1]), plan=sys
 """
 
 
+@pytest.mark.long
 def test_a_plan_is_used_again_in_another_process() -> None:
     text, budget = pressed().to_json(), str(pressed().budget)
     command = [sys.executable, "-c", AGAIN, budget]

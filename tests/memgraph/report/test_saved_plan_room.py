@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,11 +11,13 @@ import memgraph
 from tests.support.models import batch, net
 
 
+@pytest.mark.long
 def test_the_text_does_not_tell_how_much_of_the_disk_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
     room = memgraph.plan(net(), batch(), budget="1GB").peak
 
     def with_free(free: int) -> memgraph.Report:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1)
+        monkeypatch.setattr("memgraph.storage.spill_file.os.statvfs", lambda _: disk)
         return replace(memgraph.plan(net(), batch(), budget=room - 50_000), planned_us=0.0)
 
     one, other = with_free(10**11), with_free(10**12)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 from memgraph.report.report import Report
 from passes import Machine, PlanResult, apply, parse_plan, predict
 from tests.memgraph.report.test_golden_reports import TRAIN
 
 
+@pytest.mark.long
 def test_the_planned_step_is_written_as_graphml_and_read_back(tmp_path: Path) -> None:
     machine = Machine(33_000_000)
     plan = parse_plan("recompute h: before dv")

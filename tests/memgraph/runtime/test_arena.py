@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.profile import request_log
-from memgraph.profile.request_log import RequestLog, Requests, why_not_logged
 from memgraph.runtime import arena
-from memgraph.runtime.arena import MOST_HELD, MOST_NOTED, ArenaBlock, StepArena
+from memgraph.runtime.arena import MOST_HELD, MOST_NOTED, ArenaBlock, RequestLog, Requests, StepArena, why_not_logged
 from memgraph.runtime.step import Step
 from passes.simulate.spacers import Event, Guide, Spacer
 
@@ -330,7 +328,7 @@ def test_segments_that_are_expandable_and_other_allocators_are_a_reason(
     assert ours.plan.arena == "not in an arena: segments are expandable"
     assert "other ranks" in StepArena(ours._latest.parts.halves, CPU, 1, has_collectives=True).why_not
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert request_log.why_not_logged(CPU) == "the allocator is cudaMallocAsync, and not torch's own"
+    assert why_not_logged(CPU) == "the allocator is cudaMallocAsync, and not torch's own"
 
 
 USUAL = {"expandable_segments": False, "max_split_size": -1, "roundup_power2_divisions": {"1": 0, "2": 0}}
@@ -346,7 +344,7 @@ USUAL = {"expandable_segments": False, "max_split_size": -1, "roundup_power2_div
     ],
 )
 def test_settings_that_give_out_other_blocks_are_a_reason(setting: dict[str, Any], why: str) -> None:
-    found = request_log.why_not_placed({**USUAL, **setting})
+    found = arena.why_not_placed({**USUAL, **setting})
     assert why in found and bool(why) == bool(found)
 
 
@@ -355,7 +353,7 @@ def test_a_history_is_read_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     log = RequestLog.__new__(RequestLog)
     log.device, log._stream = CPU, 0
     log._ops = [(0, ""), (0, "mm"), (0, "relu"), (1, ""), (1, "mul")]
-    monkeypatch.setattr(request_log, "_mark_stream", lambda device: type("Stream", (), {"cuda_stream": 9}))
+    monkeypatch.setattr(arena, "_mark_stream", lambda device: type("Stream", (), {"cuda_stream": 9}))
 
     def alloc(addr: int, size: int, stream: int = 0) -> dict[str, Any]:
         return {"action": "alloc", "addr": addr, "size": size, "stream": stream}

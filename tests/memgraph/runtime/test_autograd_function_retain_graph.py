@@ -63,6 +63,7 @@ def test_one_backward_takes_what_was_forecast() -> None:
     assert str(plan).startswith("fits: ")
 
 
+@pytest.mark.long
 def test_memory_that_ops_of_backward_would_have_used_again_is_counted() -> None:
     case = next(case for case in CASES if case.name == "gpt2")
     model, inputs = fresh(case)

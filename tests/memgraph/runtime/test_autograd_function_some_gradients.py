@@ -19,6 +19,7 @@ def step(model: nn.Module, x: Tensor, let_go: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [slice(0, None, 2), slice(1, None, 2), slice(2, 3), slice(0)])
 def test_what_it_measures_is_what_is_measured_from_outside(which: slice) -> None:
     model, x = net(), batch()

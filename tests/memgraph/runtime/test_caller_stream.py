@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.runtime import autograd_function
-from memgraph.runtime.caller_stream import wait_at_end
+from memgraph.runtime.autograd_function import wait_at_end
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

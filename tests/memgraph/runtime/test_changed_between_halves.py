@@ -62,6 +62,7 @@ def gradients(model: nn.Module, x: Tensor, name: str) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["shift", "layers.0.bias"])
 def test_backward_reads_what_forward_has_read_where_data_is_replaced(
     name: str, plain: Shifted, planned: memgraph.CompiledModule, x: Tensor

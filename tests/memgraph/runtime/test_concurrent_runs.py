@@ -96,6 +96,7 @@ def test_a_retained_run_and_a_new_one_accumulate() -> None:
     assert_alike(loop)
 
 
+@pytest.mark.long
 def test_two_modules_with_a_common_weight_accumulate() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -40,6 +40,7 @@ def apart(model: Any, given: Sequence[Tensor]) -> None:
         loss.backward()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("share", [1.0, 0.55])
 @pytest.mark.parametrize("loop", [summed, apart])
@@ -65,6 +66,7 @@ def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, cou
     assert report.forwards == count and str(report).startswith("fits")
 
 
+@pytest.mark.long
 def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
     given, ours, theirs = batches(2), net(), net()
     options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
@@ -96,6 +98,7 @@ def test_gradients_of_open_forwards_are_summed_in_place() -> None:
     assert allocated is not None and there + allocated.peak <= budget  # no room for a sum beside both terms
 
 
+@pytest.mark.long
 def test_the_update_is_not_beside_open_forwards() -> None:
     model, x = net(), batches(1)[0][:8]
     optimizer = torch.optim.Adam(model.parameters())
@@ -104,6 +107,7 @@ def test_the_update_is_not_beside_open_forwards() -> None:
     assert one.forecast.total[-1] == two.forecast.total[-1]
 
 
+@pytest.mark.long
 def test_the_smallest_budget_that_the_error_names_is_one() -> None:
     given = batches(2)
     options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": False}
@@ -128,6 +132,7 @@ def of_both_outputs(model: Any, given: Sequence[Tensor]) -> None:
     (one + two + (a - b).square().mean()).backward()
 
 
+@pytest.mark.long
 def test_a_loss_of_all_that_several_forwards_return_runs_with_the_smallest_budget_that_the_error_names() -> None:
     given, ours, theirs = batches(2), Scored(), Scored()
     options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0}

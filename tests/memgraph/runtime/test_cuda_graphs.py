@@ -212,6 +212,7 @@ def test_what_moves_all_the_time_ends_up_op_by_op(device: Device, monkeypatch: p
     assert len(device.tapes) == 2
 
 
+@pytest.mark.long
 def test_another_kind_of_step_takes_the_memory_and_a_new_recording_is_made_later(device: Device) -> None:
     pair = Pair().begin()
     assert pair.same(2)

@@ -15,8 +15,7 @@ import torch
 
 from memgraph.errors import RecordingError
 from memgraph.runtime import cuda_graphs
-from memgraph.runtime.backward_thread import run_in_backward
-from memgraph.runtime.cuda_graphs import CudaGraphCache, CudaRecorder
+from memgraph.runtime.cuda_graphs import CudaGraphCache, CudaRecorder, run_in_backward
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

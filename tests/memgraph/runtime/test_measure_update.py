@@ -66,6 +66,7 @@ def test_the_update_is_measured_as_well() -> None:
     assert compiled.plan.measured == after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_measured_with_the_update_is_within_the_forecast(name: str) -> None:
     module = net()

@@ -33,6 +33,7 @@ def test_a_want_of_memory_is_explained(report: memgraph.Report) -> None:
     assert "has given out 700 on cuda:0, and holds 300 more between those: start the process with " in second
 
 
+@pytest.mark.long
 def test_a_run_explains_errors_of_both_halves(report: memgraph.Report, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise torch.OutOfMemoryError("no")

@@ -15,6 +15,7 @@ from passes.schedule.schedule import Placement
 from tests.support.faults import batch, fresh, living, open_files, step
 
 
+@pytest.mark.long
 def test_what_is_saved_for_backward_dies_with_backward(fate: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StepRun] = []
     real = StepRun.forward

@@ -20,6 +20,7 @@ WEIGHT = WORDS * WIDTH * 4  # bytes of the head, which whole weights need more t
 CPU = DeviceProfile("cpu", "cpu", 10**10, {"float32": 1e11}, 1e10, link={"out": 1e9, "back": 1e9})
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_sweep_goes_below_what_whole_weights_need() -> None:
     model = Words()
@@ -35,6 +36,7 @@ def test_a_sweep_goes_below_what_whole_weights_need() -> None:
     assert report.row_blocks and report.peak <= found.smallest
 
 
+@pytest.mark.long
 def test_a_sweep_slices_no_step_that_fits() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"slices": "auto", "offload": None, "time_limit": 0}
@@ -59,6 +61,7 @@ def test_a_fit_goes_below_what_whole_weights_need() -> None:
     assert not fitted(1 << 30).smallest_plan().row_blocks
 
 
+@pytest.mark.long
 def test_the_error_of_a_fit_names_a_budget_that_works() -> None:
     with pytest.raises(BudgetError) as caught:
         fitted(1 << 17).smallest_plan()

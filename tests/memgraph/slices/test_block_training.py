@@ -69,6 +69,7 @@ def train(model: nn.Module, optimizer: Any, *batch: Tensor, clear: Any = None) -
     return loss.detach()
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_blocks_make_smaller_budgets_work() -> None:
     weight = WORDS * 1024
@@ -76,6 +77,7 @@ def test_blocks_make_smaller_budgets_work() -> None:
     assert least(blocks=False) > weight > 0.9 * least()
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_training_equals_eager() -> None:
     pair = Pair()
@@ -85,18 +87,21 @@ def test_training_equals_eager() -> None:
     assert all(row.blocks == -(-WORDS // row.rows) > 1 and not row.rounds for row in rows.values())
 
 
+@pytest.mark.long
 @head_in_blocks
 @pytest.mark.parametrize("options", [{"bias": False}, {"padding": 3}], ids=str)
 def test_so_do_others(options: dict[str, Any]) -> None:
     Pair(partial(Words, **options), least()).train()
 
 
+@pytest.mark.long
 @head_in_blocks
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_any_optimizer_in_windows_does(kind: Any) -> None:
     Pair(optimizer=kind).train()
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_frozen_weight_comes_in_blocks() -> None:
     def make() -> Words:
@@ -109,6 +114,7 @@ def test_a_frozen_weight_comes_in_blocks() -> None:
     assert pair.module.head.weight.grad is None
 
 
+@pytest.mark.long
 def test_a_hook_keeps_its_gradient_whole() -> None:
     seen: list[Tensor] = []
     pair = Pair(budget=least(blocks=False))
@@ -118,6 +124,7 @@ def test_a_hook_keeps_its_gradient_whole() -> None:
     assert len(seen) == 2 and torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_tied_weight_comes_in_blocks() -> None:
     make = partial(Words, tied=True)
@@ -144,6 +151,7 @@ def parts_in_turn(count: int) -> Any:
     return step
 
 
+@pytest.mark.long
 @head_in_blocks
 @pytest.mark.parametrize(("count", "tied"), [(2, False), (3, True)])
 def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
@@ -153,6 +161,7 @@ def test_micro_batches_read_blocks(count: int, tied: bool) -> None:
     Pair(make, budget, **options).train(parts_in_turn(count))
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_gradients_of_micro_batches_accumulate() -> None:
     def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
@@ -175,6 +184,7 @@ def test_gradients_of_micro_batches_accumulate() -> None:
     Pair(budget=WORDS * 1024, **options).train(accumulated)
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_blocks_of_two_open_forwards() -> None:
     def twice(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
@@ -195,6 +205,7 @@ class WithLogits(Words):
         return F.cross_entropy(logits, then), logits
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_loss_may_come_with_logits() -> None:
     def first(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
@@ -217,6 +228,7 @@ def test_a_loss_may_come_with_logits() -> None:
     assert same(facts(pair.module), facts(pair.plain))
 
 
+@pytest.mark.long
 def test_a_weight_that_a_lookup_changes_is_left_whole() -> None:
     def make() -> Words:
         model = Words()
@@ -227,12 +239,14 @@ def test_a_weight_that_a_lookup_changes_is_left_whole() -> None:
     Pair(make, least(make)).step(train)
 
 
+@pytest.mark.long
 def test_where_whole_weights_fit_they_are_whole() -> None:
     pair = Pair(budget=least(blocks=False))
     pair.step(train)
     assert not pair.model.plan.row_blocks
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_gradients_accumulate() -> None:
     def accumulated(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
@@ -247,6 +261,7 @@ def test_gradients_accumulate() -> None:
     Pair(budget=least(accumulate=True)).train(accumulated)
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_gradients_set_to_zero_are_added_to() -> None:
     pair = Pair(budget=least(accumulate=True))
@@ -255,6 +270,7 @@ def test_gradients_set_to_zero_are_added_to() -> None:
     assert pair.model.plan.row_blocks
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_kept_gradient_is_not_overwritten() -> None:
     kept: list[Tensor] = []
@@ -269,6 +285,7 @@ def test_a_kept_gradient_is_not_overwritten() -> None:
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[2], kept[3]) and not torch.equal(kept[0], kept[2])
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_gradients_can_be_asked_for() -> None:
     pair = Pair()
@@ -282,6 +299,7 @@ def test_gradients_can_be_asked_for() -> None:
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_gradients_of_two_forwards_are_warned_of() -> None:
     pair = Pair()
@@ -296,6 +314,7 @@ def test_gradients_of_two_forwards_are_warned_of() -> None:
     assert together > 2 * WORDS * 1024  # both large gradients, whole
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_evaluation_equals_eager() -> None:
     pair = Pair()
@@ -305,6 +324,7 @@ def test_evaluation_equals_eager() -> None:
     pair.train(steps=1)
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_clipping_and_saving(tmp_path: Any) -> None:
     def clipped(model: nn.Module, optimizer: Any, *batch: Tensor) -> Tensor:
@@ -326,6 +346,7 @@ def test_clipping_and_saving(tmp_path: Any) -> None:
     assert other.model.plan.row_blocks == pair.model.plan.row_blocks
 
 
+@pytest.mark.long
 def test_a_saved_plan_of_another_model_is_refused() -> None:
     pair = Pair()
     pair.step(train)
@@ -334,6 +355,7 @@ def test_a_saved_plan_of_another_model_is_refused() -> None:
         Pair(partial(Words, bias=False), least(), plan=text).step(train)
 
 
+@pytest.mark.long
 def test_an_index_out_of_range_is_refused() -> None:
     pair = Pair()
     pair.step(train)
@@ -341,6 +363,7 @@ def test_an_index_out_of_range_is_refused() -> None:
         pair.model(torch.full((8,), WORDS), words()[1])
 
 
+@pytest.mark.long
 def test_backward_may_run_twice() -> None:
     pair = Pair()
     pair.step(train)

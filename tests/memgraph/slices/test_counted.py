@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 MODELS = ("cross entropy:0.5", "z-loss:0.5", "shifted labels:0.5", "two heads:0.5", "tied weights:0.4")
 
 
+@pytest.mark.long
 def test_every_step_in_slices_is_within_its_budget(tmp_path: Path) -> None:
     rows = rows_of_child("tests.support.counted_slices", MODELS, tmp_path)
     assert len(rows) == STEPS * len(MODELS)

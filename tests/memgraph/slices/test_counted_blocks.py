@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_every_step_in_blocks_is_within_its_budget(tmp_path: Path) -> None:
     rows = rows_of_child("tests.support.counted_blocks", MODELS, tmp_path)

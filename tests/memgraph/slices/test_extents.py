@@ -63,11 +63,13 @@ def smallest(budget: int = WHOLE * 3 // 4) -> int:
     return caught.value.smallest
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("only_slices")
 def test_slices_alone_do_not_fit() -> None:
     assert smallest(WHOLE) > WHOLE
 
 
+@pytest.mark.long
 def test_a_step_that_fits_whole_alone_is_planned_whole() -> None:
     module = beside()
     eager = copy.deepcopy(module)
@@ -78,6 +80,7 @@ def test_a_step_that_fits_whole_alone_is_planned_whole() -> None:
     assert report.slices == () and report.measured is not None and report.measured <= report.peak <= WHOLE
 
 
+@pytest.mark.long
 def test_the_error_names_the_least_budget_of_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     least = smallest()
     monkeypatch.setattr(attempts, "ATTEMPTS", tuple(cuts for cuts in ATTEMPTS if cuts.extent != "whole"))

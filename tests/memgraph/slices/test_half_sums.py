@@ -44,12 +44,14 @@ def assert_as_close(module: nn.Module, args: Any, slices: dict[str, int], summed
     assert_kept(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [4, 32, 256])
 def test_the_gradients_of_a_head_are_as_close_as_eagers(parts: int) -> None:
     module = headed(bias=True).bfloat16()
     assert_as_close(module, batch(), {"head": parts}, ("head.weight", "head.bias"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [4, 32])
 def test_the_gradients_of_an_mlp_are_as_close_as_eagers(parts: int) -> None:
     torch.manual_seed(0)

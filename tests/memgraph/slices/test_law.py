@@ -17,9 +17,8 @@ from memgraph.capture.capture import capture, operands
 from memgraph.graph.captured import Captured
 from memgraph.graph.rewrite import copy_graph
 from memgraph.graph.summarize import summarize
-from memgraph.slices.row_losses import write_losses_by_row
 from memgraph.slices.sliced_graph import sliced_graph
-from memgraph.slices.step_slices import _facts
+from memgraph.slices.step_slices import _facts, write_losses_by_row
 from memgraph.system.device import block_nbytes
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Trace, check

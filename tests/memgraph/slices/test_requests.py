@@ -41,6 +41,7 @@ def mixed(model: Any) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slices", [{"up.0": 2, "down.0": 3}, {"down.0": 3, "up.0": 2}], ids=str)
 def test_a_submodule_is_cut_in_what_those_before_it_left_whole(slices: Any) -> None:
     """The chain of the first layer reaches through all layers but for a sum, which the second one still has."""
@@ -70,6 +71,7 @@ class Topped(Mixers):
         return self.head(x).logsumexp(-1).mean()
 
 
+@pytest.mark.long
 def test_the_order_in_which_submodules_are_given_plays_no_part() -> None:
     made = []
     for slices in ({"up.1": 2, "head": 4}, {"head": 4, "up.1": 2}):
@@ -78,6 +80,7 @@ def test_the_order_in_which_submodules_are_given_plays_no_part() -> None:
     assert made[0] == made[1] and [cut.parts for cut in made[0]] == [4, 2]
 
 
+@pytest.mark.long
 def test_there_are_no_more_parts_than_rows() -> None:
     model = memgraph.compile(headed(), ROOM, slices={"head": 10**6}, offload=None, time_limit=0)
     x, labels = torch.arange(12).view(2, 6), torch.arange(12).view(2, 6)

@@ -64,6 +64,7 @@ def fns(model: memgraph.CompiledModule, whole: memgraph.CompiledModule) -> list[
     return [{ops[name].fn.split(".")[1] for name in cut.rule} for cut in model.plan.slices]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", DROPOUT[:2], ids=str)
 def test_an_mlp_runs_in_parts_in_both_phases(options: dict[str, Any]) -> None:
     module = blocks(**options)
@@ -78,6 +79,7 @@ def test_an_mlp_runs_in_parts_in_both_phases(options: dict[str, Any]) -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", DROPOUT, ids=str)
 def test_scores_of_attention_are_never_whole(options: dict[str, Any]) -> None:
     whole = beside_eager(blocks(**options), ROOM)
@@ -91,6 +93,7 @@ def test_scores_of_attention_are_never_whole(options: dict[str, Any]) -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 def test_attention_and_mlp_of_each_block_run_in_parts() -> None:
     asked = {"blocks.0": 4, "blocks.1": 2, "blocks.0.up": 3, "blocks.1.up": 2}
     model = beside_eager(blocks(drop=0.2), ROOM, slices=asked)
@@ -98,11 +101,13 @@ def test_attention_and_mlp_of_each_block_run_in_parts() -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [3.0, 0.0])
 def test_a_loss_may_be_scaled(factor: float) -> None:
     beside_eager(blocks(drop=0.2), ROOM, factor, slices={"blocks.0": 4, "blocks.1.up": 3})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", DROPOUT, ids=str)
 def test_auto_takes_them_where_no_other_plan_fits(options: dict[str, Any]) -> None:
     module = blocks(**options)
@@ -114,6 +119,7 @@ def test_auto_takes_them_where_no_other_plan_fits(options: dict[str, Any]) -> No
     assert_kept(model)
 
 
+@pytest.mark.long
 def test_draws_are_eagers_in_both_phases() -> None:
     """No op that draws is in a chain, nor runs again; the generator ends where eager's does."""
     model = memgraph.compile(blocks(drop=0.2, inner=0.3), ROOM, slices={"blocks.0": 4}, offload=None)
@@ -125,6 +131,7 @@ def test_draws_are_eagers_in_both_phases() -> None:
     assert len(drawing) == 6 and not any(op.name in cut.rule for cut in model.plan.slices for op in drawing)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("given_up")
 def test_reruns_beside_recompute_and_offload(tmp_path: Any) -> None:
     asked = {"blocks.0": 4, "blocks.1.up": 3}
@@ -132,6 +139,7 @@ def test_reruns_beside_recompute_and_offload(tmp_path: Any) -> None:
     assert {type(decision).__name__ for decision in model.plan.plan} >= {"Offload", "Recompute"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "backward twice"])
 def test_gradients_add_up_over_calls(twice: bool) -> None:
     module = blocks(drop=0.2)
@@ -149,6 +157,7 @@ def test_gradients_add_up_over_calls(twice: bool) -> None:
         assert_kept(model)
 
 
+@pytest.mark.long
 def test_a_saved_plan_has_them() -> None:
     first = beside_eager(blocks(), ROOM, slices={"blocks.0": 4})
     again = beside_eager(blocks(), ROOM, plan=first.plan.to_json())
@@ -156,6 +165,7 @@ def test_a_saved_plan_has_them() -> None:
     assert_kept(again)
 
 
+@pytest.mark.long
 def test_bytes_beside_eager() -> None:
     _, allocated = measure_peak(lambda: run(blocks()))
     assert allocated is not None

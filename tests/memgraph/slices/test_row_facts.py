@@ -206,12 +206,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_in_parts_is_the_op(name: str) -> None:
     function, inputs = CASES[name]
     assert wrong(traced(function, *inputs), inputs) == []
 
 
+@pytest.mark.long
 def test_each_op_that_has_rules_is_tried() -> None:
     tried = {node.target for function, inputs in CASES.values() for node in traced(function, *inputs).nodes}
     assert RULES.keys() - tried - {aten.reshape.default} == set()  # a trace has views or copies instead

@@ -22,6 +22,7 @@ def test_a_saved_plan_has_its_slices() -> None:
     assert_kept(again)
 
 
+@pytest.mark.long
 def test_a_saved_plan_of_another_step_is_refused() -> None:
     first = memgraph.compile(headed(), ROOM, slices={"head": 4})
     step(first)

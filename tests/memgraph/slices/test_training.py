@@ -41,6 +41,7 @@ from tests.support.sliced_training import (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [cross_entropy, smoothed, masked, z_loss], ids=lambda loss: loss.__name__)
 def test_a_step_that_does_not_fit_runs_in_slices(loss: Any) -> None:
     module = headed(loss)
@@ -49,6 +50,7 @@ def test_a_step_that_does_not_fit_runs_in_slices(loss: Any) -> None:
     assert_kept(beside_eager(module))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"tied": True}, {"bias": True}, {"dropout": 0.3}], ids=["tied", "bias", "dropout"])
 def test_so_do_others(options: dict[str, Any]) -> None:
     assert_kept(beside_eager(headed(**options)))
@@ -80,6 +82,7 @@ def test_a_submodule_runs_in_as_many_parts_as_are_given(parts: int) -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 def test_each_of_two_heads_runs_in_parts() -> None:
     torch.manual_seed(0)
     model = beside_eager(Heads(), slices={"head": 4, "second": 2}, budget=ROOM)
@@ -101,6 +104,7 @@ def test_logits_that_are_returned_are_there() -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [0.25, 3.0, 0.0, -1.0])
 def test_a_scaled_loss_has_scaled_gradients(factor: float) -> None:
     def scaled(model: Any) -> Tensor:
@@ -200,6 +204,7 @@ def test_an_optimizer_of_the_step(fuse_update: bool) -> None:
     assert_kept(model)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("given_up")
 @pytest.mark.parametrize("make", [partial(headed, dropout=0.2), Heads], ids=["a head", "two heads"])
 def test_slices_beside_recompute_and_offload(make: Any, tmp_path: Any) -> None:
@@ -211,6 +216,7 @@ def test_slices_beside_recompute_and_offload(make: Any, tmp_path: Any) -> None:
     assert {type(decision).__name__ for decision in model.plan.plan} >= {"Offload", "Recompute"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fate")
 def test_slices_with_one_placement_for_all_values() -> None:
     beside_eager(headed(dropout=0.2), budget=ROOM, slices={"head": 4})
@@ -232,6 +238,7 @@ def test_autocast_in_slices() -> None:
         assert float((one.grad - other.grad).abs().max()) <= 4 * 2**-8 * float(other.grad.abs().max())
 
 
+@pytest.mark.long
 def test_micro_batches_in_slices() -> None:
     module = headed()
     eager = copy.deepcopy(module)
@@ -245,6 +252,7 @@ def test_micro_batches_in_slices() -> None:
     assert_near(module, eager)
 
 
+@pytest.mark.long
 def test_a_submodule_is_cut_in_each_micro_batch() -> None:
     """Two parts of each, as "auto" makes under a budget: the same slices, and the same peak."""
     module = headed().double()

@@ -31,6 +31,7 @@ class Normed(nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x), labels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slices", ["auto", {"head": 3}, {"up": 2}, {"norm": 2}, {"down": 4}], ids=str)
 def test_a_batch_norm_is_not_cut(slices: Any) -> None:
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ class Decayed(torch.autograd.Function):
         return grads[0] + 0.1 * x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_a_gradient_that_is_not_proportional_to_the_tangent(factor: float) -> None:
     class Own(Headed):

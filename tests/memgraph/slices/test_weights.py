@@ -19,9 +19,14 @@ from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.microbatch.microbatches import MicroBatches
 from memgraph.profile.memory_meter import measure_peak
-from memgraph.slices.equal_bits import has_equal_bits, trial_nbytes
-from memgraph.slices.row_blocks import in_row_blocks
-from memgraph.slices.step_blocks import BlockRequest, BlockTrials, in_blocks
+from memgraph.slices.step_blocks import (
+    BlockRequest,
+    BlockTrials,
+    has_equal_bits,
+    in_blocks,
+    in_row_blocks,
+    trial_nbytes,
+)
 from memgraph.slices.weights import weights_by_name, whole_weights
 from memgraph.tensors.loss_outputs import select_losses
 from passes import Link, Machine, Stream, Streaming, apply, check, make_plan, predict
@@ -143,6 +148,7 @@ def test_frozen_weights_can_be_cut() -> None:
     assert weights_by_name(captured)["head.weight"].gradient is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "make",
@@ -170,6 +176,7 @@ def test_a_step_in_blocks_computes_what_the_step_does(make: Any, size: int) -> N
         assert torch.equal(joined, whole) if is_equal else torch.allclose(joined, whole, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Words, lambda: Words(tied=True), lambda: in_parts(2)], ids=["words", "tied", "parts"])
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.0])
 def test_the_law_holds_for_plans_of_a_step_in_blocks(make: Any, share: float) -> None:
@@ -211,6 +218,7 @@ def test_a_trial_takes_what_is_forecast_for_it(monkeypatch: pytest.MonkeyPatch, 
         assert trial_nbytes(weights[name], 192) == 0
 
 
+@pytest.mark.long
 def test_a_trial_that_exceeds_the_budget_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,6 +74,7 @@ def planned(module: nn.Module, budget: int, **options: Any) -> memgraph.Report:
     return memgraph.plan(module, *batch(), budget=budget, slices="auto", offload=None, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("price, is_sliced", [(alike, False), (by_size, True)], ids=["whole", "in slices"])
 def test_the_faster_plan_is_taken(price: Price, is_sliced: bool, priced: Callable[[Price], None]) -> None:
     priced(price)
@@ -89,6 +90,7 @@ def test_the_faster_plan_is_taken(price: Price, is_sliced: bool, priced: Callabl
     assert is_sliced or same_gradients(module, eager)  # nothing is added in another order
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("price", [alike, by_size])
 def test_a_plan_a_step_and_a_sweep_take_the_same_one(price: Price, priced: Callable[[Price], None]) -> None:
     priced(price)
@@ -105,6 +107,7 @@ def test_a_plan_a_step_and_a_sweep_take_the_same_one(price: Price, priced: Calla
     assert point.gap <= report.gap + 1e-9
 
 
+@pytest.mark.long
 def test_the_bound_is_that_of_both_kinds(priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch) -> None:
     priced(alike)
     module = Stacked()
@@ -122,6 +125,7 @@ def test_the_bound_is_that_of_both_kinds(priced: Callable[[Price], None], monkey
         assert (read.gap, read.choice.others) == (report.gap, report.choice.others)
 
 
+@pytest.mark.long
 def test_what_no_plan_makes_fit_is_neither_priced_nor_searched_for(
     priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +144,7 @@ def test_what_no_plan_makes_fit_is_neither_priced_nor_searched_for(
     assert len(seen) == 3 and seen[2] > 0
 
 
+@pytest.mark.long
 def test_a_second_call_finds_both_plans_in_the_cache(
     priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -158,6 +163,7 @@ def test_a_second_call_finds_both_plans_in_the_cache(
     assert (again.slices, again.plan, again.gap) == (first.slices, first.plan, first.gap) == ((), first.plan, again.gap)
 
 
+@pytest.mark.long
 def test_an_interrupt_while_the_whole_is_searched_for_begins_in_slices(
     priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +185,7 @@ def test_an_interrupt_while_the_whole_is_searched_for_begins_in_slices(
     assert_near(module, eager)
 
 
+@pytest.mark.long
 def test_a_call_that_adds_is_told_to_fit_if_it_does_in_slices(
     priced: Callable[[Price], None], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -47,11 +47,13 @@ def test_an_error_names_the_option_that_does() -> None:
     assert "\n  token.weight, head.weight: updated in backward, with fuse_update=True\n" in f"{text}\n"
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_an_error_says_nothing_where_all_large_weights_are_cut() -> None:
     assert "stay whole" not in error(Words())
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_a_report_says_so_and_is_read_back() -> None:
     model = counted()
@@ -71,6 +73,7 @@ def test_a_report_of_whole_weights_that_fit_names_none() -> None:
     assert plan(counted(), 1 << 30).whole_weights == ()
 
 
+@pytest.mark.long
 @head_in_blocks
 def test_the_bound_is_one_of_plans_with_the_same_blocks() -> None:
     model = Words()

@@ -31,6 +31,7 @@ def _forecasts(rank: int, network: str) -> tuple[dict[str, float], str, list[str
     return us, plan.schedule.name, wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("network", NETWORKS)
 def test_auto_takes_the_fastest(network: str) -> None:
     results = on_ranks(2, _forecasts, network)
@@ -54,6 +55,7 @@ def _tight(rank: int) -> tuple[str, bool]:
     return pipe._latest.schedule.name, pipe.peak <= budget
 
 
+@pytest.mark.long
 def test_auto_takes_one_that_fits() -> None:
     for name, fits in on_ranks(2, _tight):
         assert (name != "interleaved", fits) == (True, True)

@@ -14,6 +14,7 @@ from tests.support.ranks import on_ranks
 from tests.support.staged_models import loss_of, made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "t5", "batch norm"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_no_border_parts_a_gradient_from_its_parameter(name: str, enabled: bool) -> None:
@@ -40,6 +41,7 @@ def _gradients(rank: int, schedule: str) -> list[str]:
     return [name for name, each in own.items() if not torch.equal(each.grad, wanted[name].grad)]  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_gradients_under_autocast_are_those_of_eager(schedule: str) -> None:
     assert on_ranks(2, _gradients, schedule) == [[]] * 2

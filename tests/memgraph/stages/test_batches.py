@@ -25,6 +25,7 @@ def test_rows_are_divided_as_torch_does(rows: int, chunks: int, sizes: list[int]
     assert all(len(each.kwargs["table"]) == 1 and each.kwargs["scale"] == 2.0 for each in batches)
 
 
+@pytest.mark.long
 def test_many_kinds_of_mini_batches_are_warned_of_once() -> None:
     model = nn.Linear(2, 2)
     pipe = memgraph.pipeline(model, "1GB", 2, loss=lambda result: result.square().mean())
@@ -62,6 +63,7 @@ def _nested(rank: int) -> list[str]:
     return [name for name, each in pipe.named_parameters() if not torch.equal(each.grad, wanted[name].grad)]  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_tuples_and_dicts_are_divided() -> None:
     assert on_ranks(3, _nested) == [[]] * 3
 

@@ -14,7 +14,7 @@ import torch
 
 import memgraph
 from memgraph import StagesBudgetError
-from memgraph.stages.mini_batch_planner import MiniBatchPlanner
+from memgraph.stages.stage_plans import MiniBatchPlanner
 from passes.stages.pipeline_schedule import SCHEDULES
 from tests.support.allocator_meter import compiler, preloaded
 from tests.support.ranks import on_ranks
@@ -37,6 +37,7 @@ FURTHER = [
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in FURTHER]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter needs a C compiler")
 @pytest.mark.parametrize("case", [*CASES, *SLOW], ids=" ".join)
 def test_each_rank_keeps_its_budget(tmp_path: Path, case: tuple[str, ...]) -> None:
@@ -81,6 +82,7 @@ def _uneven(rank: int) -> tuple[bool, bool]:
     return recomputes, pipe.peak <= budgets[rank]
 
 
+@pytest.mark.long
 def test_a_smaller_last_micro_batch_fits_where_the_others_do() -> None:
     results = on_ranks(2, _uneven)
     assert results[0] == (True, True) and results[1][1]
@@ -95,6 +97,7 @@ def _free(rank: int) -> list[int]:
     return [*pipe.given.budgets]
 
 
+@pytest.mark.long
 def test_an_error_says_which_stages_need_how_much() -> None:
     model, batch = made("skips", 8)
     with pytest.raises(StagesBudgetError) as caught:
@@ -150,6 +153,7 @@ def _in_step(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_smallest_plans_of_an_evaluation_wait_for_each_message() -> None:
     for (loss, peaks, runs_ahead), (same, less, keeps_step) in on_ranks(2, _in_step):
         assert (same, runs_ahead, keeps_step) == (loss, True, False)
@@ -161,6 +165,7 @@ def test_without_a_budget_each_rank_has_what_is_free_there() -> None:
     assert (first == last, first[1] - first[0]) == (True, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule", ["zero_bubble", *(pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES[:3])]
 )

@@ -105,6 +105,7 @@ def _trained(case: Case) -> list[Any]:
     return [wrong, any(isinstance(each, Offload) for plan in plans for each in plan)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, seed, count",
     [(2, 0, 6), (3, 2, 4), *(pytest.param(2 + i % 2, i, 12, marks=pytest.mark.slow) for i in range(2, 6))],

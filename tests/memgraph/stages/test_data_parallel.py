@@ -85,6 +85,7 @@ def _counted(rank: int) -> list[Any]:
     return [wrong, states, counted, pipe._cut.cut.begins, none.peak, pipe.peak, whole.peak, pipe.report.measured]
 
 
+@pytest.mark.long
 def test_states_of_a_sharded_optimizer_count_and_replicas_have_the_same_stages() -> None:
     found = on_ranks(4, _counted)
     assert len({each[3] for each in found}) == 1
@@ -105,6 +106,7 @@ def _step(plain: nn.Module, batch: dict[str, torch.Tensor], optimizer: torch.opt
     optimizer.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_replicas_of_a_pipeline_train_as_eager_on_the_whole_batch(sharded: bool) -> None:
     assert on_ranks(4, _trained, sharded) == [[]] * 4

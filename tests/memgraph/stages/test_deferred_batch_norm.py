@@ -60,6 +60,7 @@ def _normalized(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     return F.batch_norm(x, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("momentum, is_meta", [(0.1, False), (None, False), (0.1, True)])
 def test_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, is_meta: bool) -> None:
     first, last = on_ranks(2, _statistics, momentum, is_meta)
@@ -128,6 +129,7 @@ def _switched(rank: int) -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_a_module_that_evaluation_reads_otherwise_is_evaluated_in_stages() -> None:
     assert on_ranks(2, _switched) == [[True] * 4] * 2
 

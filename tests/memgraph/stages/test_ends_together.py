@@ -19,8 +19,8 @@ import memgraph
 from memgraph import BudgetError, CaptureError
 from memgraph.runtime.step_run import StepRun
 from memgraph.stages import step_capture
+from memgraph.stages.mini_batch import SharedGradients
 from memgraph.stages.rank_stages import RankStages
-from memgraph.stages.state.shared_parameters import SharedGradients
 from tests.support.ranks import on_ranks
 from tests.support.staged_models import made
 
@@ -145,10 +145,12 @@ def _check(ranks: int, faults: list[int]) -> None:
                 assert any(f"on rank {fault.bad}" in note for note in notes), (fault, rank, notes)
 
 
+@pytest.mark.long
 def test_an_exception_on_one_rank_is_raised_on_all() -> None:
     _check(3, list(range(len(FAULTS))))
 
 
+@pytest.mark.long
 def test_an_exception_on_one_of_two_ranks_is_raised_on_both() -> None:
     _check(2, [number for number, fault in enumerate(FAULTS) if fault.bad < 2 and fault.make is FAULTS[0].make])
 
@@ -173,6 +175,7 @@ def _dying(rank: int, schedule: str, half: str, calls: int, way: str) -> Any:
     return str(caught.value), time.monotonic() - begin
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule, half, calls, way",
     [

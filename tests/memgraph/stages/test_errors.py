@@ -118,6 +118,7 @@ def _all_refused(rank: int) -> dict[str, tuple[str, str, list[str], float]]:
     return {what: _refused(rank, what) for what in REFUSED}
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     results = on_ranks(2, _all_refused)
     for what, kinds in REFUSED.items():

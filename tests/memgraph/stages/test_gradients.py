@@ -57,6 +57,7 @@ def same(found: torch.Tensor | None, wanted: torch.Tensor | None, name: str) -> 
     return torch.allclose(found, wanted, atol=1e-6) if name in SHARED else torch.equal(found, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, schedule, ranks", [*CASES, *SLOW])
 def test_gradients_are_those_of_the_plain_model(name: str, schedule: str, ranks: int) -> None:
     results = on_ranks(ranks, _all, name, schedule, (10,) if ranks == 4 else CHUNKS)
@@ -81,16 +82,19 @@ def _doubled(rank: int) -> list[str]:
     return [key for key, value in pipe.named_parameters() if not same(value.grad, wanted[key].grad, "skips")]
 
 
+@pytest.mark.long
 def test_the_share_of_the_rows_has_the_bits_of_the_loss() -> None:
     assert on_ranks(2, _doubled) == [[]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_skips_over_stages_block_no_rank(schedule: str) -> None:
     for names, wrong, *_ in on_ranks(4, _gradients, "skips", schedule, 6):
         assert (len(names) > 0, wrong) == (True, [])
 
 
+@pytest.mark.long
 def test_a_process_without_a_group_is_one_stage() -> None:
     names, wrong, loss, expected = _gradients(0, "gpt2", "1f1b", 3)
     assert (len(names) > 30, wrong) == (True, [])

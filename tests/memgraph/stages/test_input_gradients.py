@@ -54,6 +54,7 @@ def _gradients(rank: int, schedule: str, rows: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [6, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tensors_of_the_batch_get_their_gradients(schedule: str, rows: int) -> None:

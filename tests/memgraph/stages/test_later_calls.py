@@ -49,6 +49,7 @@ def _evaluated(pipe: Any, model: nn.Module, plain: nn.Module, batch: Batch) -> t
     return changed, None if loss is None else loss.equal(sum(0.25 * each for each in losses))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_later_kinds_of_mini_batches_are_as_in_the_plain_model(name: str, ranks: int) -> None:
@@ -136,6 +137,7 @@ def _evaluated_first(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_an_evaluation_before_the_first_training_is_as_in_the_plain_model() -> None:
     assert on_ranks(2, _evaluated_first) == [[True, True, []] * 3] * 2
 
@@ -152,5 +154,6 @@ def _too_large(rank: int) -> bool:
     return pipe.peak <= pipe.given.budgets[rank]
 
 
+@pytest.mark.long
 def test_an_evaluation_that_comes_first_may_have_more_rows_than_training_has_room_for() -> None:
     assert on_ranks(2, _too_large) == [True, True]

@@ -17,7 +17,7 @@ from torch import nn
 import memgraph
 from memgraph import BudgetError, SpillError
 from memgraph.stages.planned_stage import PlannedStage
-from memgraph.storage.disk_tier import DiskLease, DiskTier
+from memgraph.storage.file_tier import FileLease, FileTier
 from passes import Offload
 from tests.support import fast_disk
 from tests.support.allocator_meter import compiler, preloaded
@@ -46,18 +46,18 @@ class _Files:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open, self.most = set[int](), 0
-        self._lease, self._return = DiskTier.lease, DiskTier.return_file
-        patch.setattr(DiskTier, "lease", lambda tier: self.leased(tier))
-        patch.setattr(DiskTier, "return_file", lambda tier, file, process: self.returned(tier, file, process))
+        self._lease, self._return = FileTier.lease, FileTier.return_file
+        patch.setattr(FileTier, "lease", lambda tier: self.leased(tier))
+        patch.setattr(FileTier, "return_file", lambda tier, file, process: self.returned(tier, file, process))
 
-    def leased(self, tier: DiskTier) -> DiskLease:
+    def leased(self, tier: FileTier) -> FileLease:
         taken = self._lease(tier)
         assert taken.file is not None and taken.file not in self.open, "two open forwards share a file"
         self.open.add(taken.file)
         self.most = max(self.most, len(self.open))
         return taken
 
-    def returned(self, tier: DiskTier, file: int, process: int) -> None:
+    def returned(self, tier: FileTier, file: int, process: int) -> None:
         self.open.remove(file)
         self._return(tier, file, process)
 
@@ -84,6 +84,7 @@ def _trained(rank: int, schedule: str, folder: str) -> tuple[list[Any], int, flo
     return results, files.most, None if loss is None else loss.item() - expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule, ranks", CASES)
 def test_a_stage_offloads_with_equal_gradients(tmp_path: Path, schedule: str, ranks: int) -> None:
     found = on_ranks(ranks, _trained, schedule, str(tmp_path))
@@ -109,6 +110,7 @@ def _smallest(rank: int) -> tuple[bool, list[str]]:
     return pipe._latest.cut.step.machine.link.works, _wrong(pipe, plain)
 
 
+@pytest.mark.long
 def test_the_smallest_budgets_work_with_a_disk() -> None:
     assert on_ranks(2, _smallest) == [(True, [])] * 2
 
@@ -136,6 +138,7 @@ def _fail(patch: pytest.MonkeyPatch, verb: str) -> None:
     patch.setattr(os, verb, fail)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad, verb", [(0, "pwritev"), (1, "preadv")])
 def test_a_failing_disk_ends_all_ranks_with_its_error(bad: int, verb: str) -> None:
     for _, text, notes, seconds in on_ranks(2, _failing, bad, verb, meet=False):
@@ -144,6 +147,7 @@ def test_a_failing_disk_ends_all_ranks_with_its_error(bad: int, verb: str) -> No
         assert seconds < 20.0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="the second meter needs a C compiler")
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.slow)])
 def test_a_rank_that_offloads_keeps_its_budget(tmp_path: Path, schedule: str) -> None:

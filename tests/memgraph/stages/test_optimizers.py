@@ -53,6 +53,7 @@ def _scaled(rank: int, bad: int) -> tuple[list[float], list[str]]:
     return scales, [name for name, each in pipe.named_parameters() if not torch.equal(each, wanted[name])]
 
 
+@pytest.mark.long
 def test_an_infinity_in_one_stage_counts_in_all() -> None:
     for bad in (0, 1):
         assert on_ranks(2, _scaled, bad) == [([64.0, 32.0, 32.0, 64.0, 64.0], [])] * 2

@@ -29,6 +29,7 @@ def _reported(rank: int, schedule: str) -> list[Any]:
     return [before, found, report.peaks, report.us, report.least_us, str(report)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_report_has_the_bytes_of_each_rank_and_a_bound_of_the_time(schedule: str) -> None:
     results = on_ranks(2, _reported, schedule)

@@ -11,9 +11,9 @@ import pytest
 import memgraph
 from memgraph import StagesBudgetError
 from memgraph.stages import stage_search, step_capture
-from memgraph.stages.mini_batch_planner import MiniBatchPlanner
 from memgraph.stages.rank_planner import RankPlanner
 from memgraph.stages.stage_planner import StagePlanner
+from memgraph.stages.stage_plans import MiniBatchPlanner
 from memgraph.stages.whole_step import WholeStep, whole_step
 from passes import Machine, PlanResult, Trace, make_plan
 from passes.concurrent_forwards import fitting_beside, fitting_forwards, open_forward_nbytes, unplanned_nbytes
@@ -45,6 +45,7 @@ def _smallest(rank: int, name: str, rows: int, chunks: int) -> list[int]:
     return caught.value.smallest
 
 
+@pytest.mark.long
 def test_each_rank_searches_for_its_own_stage_alone() -> None:
     budgets = on_ranks(2, _smallest, "wide", 8, 4)[0]
     for limit, is_timed in ((None, True), (0.0, False)):
@@ -83,6 +84,7 @@ def _named(rank: int, name: str, rows: int, chunks: int, schedule: str, is_found
     return [budgets, [*pipe._latest.peaks]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, rows, chunks, schedule, is_found",
     [
@@ -131,6 +133,7 @@ def _shares(time_limit: float) -> set[float]:
     return tried
 
 
+@pytest.mark.long
 def test_no_share_between_the_first_and_the_last_is_tried_once_time_is_up() -> None:
     assert _shares(0.0) == {1.0, 0.333}
     assert _shares(math.inf) > {1.0, 0.333}
@@ -147,6 +150,7 @@ def _uneven(rank: int) -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_uneven_budgets_get_a_cut_of_their_own_without_any_time() -> None:
     assert on_ranks(2, _uneven) == [[True, True]] * 2
 
@@ -175,6 +179,7 @@ def _planned_stages(capture_s: float) -> int:
     return len(planned)
 
 
+@pytest.mark.long
 def test_a_time_limit_is_one_of_the_whole_call() -> None:
     assert _planned_stages(100.0) == 0
     assert _planned_stages(0.0) > 0

@@ -83,6 +83,7 @@ def in_turn_without_gradients(model: nn.Module, batch: Batch) -> float:
     return sum(float(model(*each)) * len(each[0]) / rows for each in parts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule, ranks, forced", [("1f1b", 2, False), ("interleaved", 2, True), ("zero_bubble", 3, True)]
 )

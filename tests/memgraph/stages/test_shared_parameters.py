@@ -40,6 +40,7 @@ def _different(rank: int, is_normed: bool, schedule: str) -> list[str]:
     return [key for key, value in pipe.named_parameters() if not torch.equal(value.grad, plain[key].grad)]  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_normed, schedule", [(False, "1f1b"), (True, "1f1b"), (False, "zero_bubble")])
 def test_sums_of_one_stage_have_the_bits_of_the_plain_model(is_normed: bool, schedule: str) -> None:
     assert on_ranks(2, _different, is_normed, schedule) == [[], []]
@@ -71,6 +72,7 @@ def _everywhere(rank: int, schedule: str) -> tuple[bool, list[str], bool]:
     return len(cut.owners["scale"]) == len(cut.begins), wrong, torch.allclose(found["scale"], plain["scale"].grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_parameter_of_all_stages_has_the_sum_of_their_gradients(schedule: str) -> None:
     assert on_ranks(2, _everywhere, schedule) == [(True, [], True)] * 2

@@ -63,6 +63,7 @@ def _continued(rank: int, name: str, folder: Path, schedule: str) -> dict[str, b
     return _bytes(pipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "batch norm"])
 def test_another_number_of_stages_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     wanted = on_ranks(2, _saved, name, tmp_path / "saved")[0]
@@ -95,6 +96,7 @@ def _loaded(rank: int, folder: Path, schedule: str, stages: int | None) -> tuple
     return _bytes(pipe), _states(pipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "saved, loaded",
     [
@@ -130,6 +132,7 @@ def _refused(rank: int, folder: Path) -> list[str]:
     return errors
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for model, optimizer, missing in on_ranks(2, _refused, tmp_path / "saved"):
         assert "another model" in model
@@ -151,6 +154,7 @@ def _clipped(rank: int, norm_type: float) -> tuple[list[str], bool]:
     return wrong, torch.equal(found, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_gradients_are_clipped_as_in_eager(norm_type: float) -> None:
     assert on_ranks(2, _clipped, norm_type) == [([], True)] * 2

@@ -67,6 +67,7 @@ def _training(rank: int, name: str) -> list[Any]:
     return [len(elsewhere), sorted(pipe.state_dict()), list(whole) == list(expected) if rank == 0 else whole, wrong]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "batch norm", "frozen"])
 def test_training_in_stages_ends_in_the_state_of_eager(name: str) -> None:
     first, last = on_ranks(2, _training, name)
@@ -89,6 +90,7 @@ def _kept(rank: int) -> list[str]:
     return [key for key, value in state.items() if not torch.equal(value, before[key])]
 
 
+@pytest.mark.long
 def test_a_gathered_state_stays_as_it_was() -> None:
     assert on_ranks(2, _kept) == [[], []]
 
@@ -146,6 +148,7 @@ def _from_files(rank: int, name: str, folder: Path) -> list[str]:
     return [key for key, value in pipe.state_dict().items() if not torch.equal(value, wanted[key])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "tied", "batch norm"])
 def test_each_rank_reads_its_part_of_safetensors_files(name: str, tmp_path: Path) -> None:
     model, _ = made(name, 4)

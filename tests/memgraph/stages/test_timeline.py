@@ -59,6 +59,7 @@ def _timeline(rank: int) -> tuple[int, list[ActionTimes]]:
     return len(first.outputs) if first is not None else 0, rows
 
 
+@pytest.mark.long
 def test_a_stage_has_recomputed_before_its_gradient_can_come() -> None:
     (recomputes, first), (_, last) = on_ranks(2, _timeline)
     assert (recomputes > 0, len(first), len(last)) == (True, 3, 3)
@@ -81,6 +82,7 @@ def _modes(rank: int, mode: str, name: str, schedule: str) -> tuple[list[bool], 
     return [any(stage.plan.choice.plan for stage in each) for each in stages], wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name, schedule", [("gpt2", "1f1b"), ("batch norm", "interleaved"), ("wide", "zero_bubble")])
 def test_checkpoint_says_which_micro_batches_are_recomputed(mode: str, name: str, schedule: str) -> None:
@@ -95,6 +97,7 @@ def _counted(rank: int) -> list[bool]:
     return [bool(stage.plan.choice.plan) for stage in pipe._latest.stages[rank]]
 
 
+@pytest.mark.long
 def test_the_last_micro_batch_is_the_last_that_there_is() -> None:
     assert on_ranks(2, _counted) == [[True, False]] * 2
 

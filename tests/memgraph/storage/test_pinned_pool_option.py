@@ -1,4 +1,4 @@
-"""`pinned=` bounds what a model's steps pin: in the plan, in blocks, and for state."""
+"""`host=` bounds what a model's steps pin: in the plan, in blocks, and for state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memgraph.profile import machine_profile
 from memgraph.profile.link_bandwidth import Link
 from memgraph.storage import pinned_pool
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
-from memgraph.storage.pinned_pool import PinnedError, PinnedPool, pinned_nbytes
+from memgraph.storage.pinned_pool import PinnedError, PinnedPool, host_nbytes
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import PinnedTier
 from memgraph.storage.spill_file import PAGE
@@ -26,25 +26,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_it_is_read_as_a_budget_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memgraph.system.byte_sizes.memory_nbytes", lambda device: 64 * 10**9)
-    found = [pinned_nbytes(pinned) for pinned in ("16GB", "1GiB", 5000, 0.25, None)]
+    found = [host_nbytes(pinned) for pinned in ("16GB", "1GiB", 5000, 0.25, None)]
     assert found == [16 * 10**9, 1 << 30, 5000, 16 * 10**9, None]
 
 
 @pytest.mark.parametrize(
     ("pinned", "kind", "said"),
     [
-        ("16 apples", ValueError, "pinned='16 apples' can't be read; write e.g."),
-        ("16G", ValueError, 'pinned=\'16G\' can\'t be read: the unit is "GB" or "GiB"'),
-        (0, ValueError, "pinned=0 is 0 bytes, which is not positive"),
-        (1.5, ValueError, "pinned=1.5 is a float, which means a share of the host's memory in"),
-        ("999TB", ValueError, "pinned='999TB' is 999000000000000 bytes, but cpu has"),
-        ([], TypeError, "pinned is a list"),
+        ("16 apples", ValueError, "host='16 apples' can't be read; write e.g."),
+        ("16G", ValueError, 'host=\'16G\' can\'t be read: the unit is "GB" or "GiB"'),
+        (0, ValueError, "host=0 is 0 bytes, which is not positive"),
+        (1.5, ValueError, "host=1.5 is a float, which means a share of the host's memory in"),
+        ("999TB", ValueError, "host='999TB' is 999000000000000 bytes, but cpu has"),
+        ([], TypeError, "host is a list"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_its_own_name(pinned: Any, kind: type[Exception], said: str) -> None:
     for way in (memgraph.compile, lambda model, **wishes: memgraph.plan(model, torch.ones(1), budget="1GB", **wishes)):
         with pytest.raises(kind) as error:
-            way(nn.Linear(1, 1), pinned=pinned)
+            way(nn.Linear(1, 1), host=pinned)
         assert str(error.value).startswith(said)
 
 
@@ -63,7 +63,7 @@ def test_the_callers_cap_takes_the_place_of_the_processs_for_all_that_is_pinned(
     home = MappedBuffer([TensorSpec((PAGE,), (1,), torch.uint8)], host)
     leases = [tier.lease(), tier.lease()]
     assert pool.nbytes == 7 * PAGE
-    with pytest.raises(PinnedError, match=r"12288 bytes .* 28672 are taken \(by 2 .*\) and 32768 allowed; .*pinned="):
+    with pytest.raises(PinnedError, match=r"12288 bytes .* 28672 are taken \(by 2 .*\) and 32768 allowed; .*host="):
         tier.lease()
     with pytest.raises(PinnedError, match="and 4096 allowed"):
         pool.claim(PAGE)

@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 FORM = TensorSpec((30, 50), (50, 1), torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_equals_eager_however_late_the_streams_are(kind: str, late: Late) -> None:
@@ -36,6 +37,7 @@ def test_training_equals_eager_however_late_the_streams_are(kind: str, late: Lat
     assert streams(twins.model)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize(
     "missing",
@@ -53,6 +55,7 @@ def test_without_any_one_of_the_waits_it_does_not(missing: tuple[str, str], late
                 twins.train(1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows")
 def test_updates_in_backward_equal_eagers(late: Late) -> None:
     twins = Twins(budget=least(fuse_update=True), fuse_update=True)
@@ -71,6 +74,7 @@ def test_updates_in_backward_equal_eagers(late: Late) -> None:
             twins.train(1, step)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_windows", "late")
 def test_loaded_state_is_offloaded_again() -> None:
     twins = Twins(budget=least())

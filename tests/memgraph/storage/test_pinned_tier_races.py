@@ -88,11 +88,13 @@ def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
     return equal
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("planned")
 def test_gradients_are_eagers_however_late_the_streams_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert right(monkeypatch, Late(0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", WAITS)
 def test_without_any_one_of_the_waits_they_are_not(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.storage import disk_tier, spill_file
-from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage import file_tier, spill_file
+from memgraph.storage.file_tier import FileTier
 from memgraph.storage.spill_file import PAGE, spill_folder
 from tests.support.faults import failing
 from tests.support.slow_disk import MANY, SHM, files_in, noise, round_trip
 
-ROOT = Path(disk_tier.__file__).parents[2]
+ROOT = Path(file_tier.__file__).parents[2]
 
 
 def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
-    tier = DiskTier([1, 0, MANY], tmp_path)
+    tier = FileTier([1, 0, MANY], tmp_path)
     lease = tier.lease()
     assert lease.file is not None
     file = os.fstat(lease.file)
@@ -39,7 +39,7 @@ def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
 
 
 def test_closing_closes_every_file(tmp_path: Path) -> None:
-    tier = DiskTier([100], tmp_path)
+    tier = FileTier([100], tmp_path)
     first, second = tier.lease(), tier.lease()
     first.release()
     assert len(files_in(tmp_path)) == 2
@@ -53,8 +53,8 @@ def test_closing_closes_every_file(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_tier_closes_its_files(tmp_path: Path) -> None:
-    tier = DiskTier([100], tmp_path)
-    lease = DiskTier([100], tmp_path).lease()
+    tier = FileTier([100], tmp_path)
+    lease = FileTier([100], tmp_path).lease()
     assert len(files_in(tmp_path)) == 2
     del tier, lease
     assert not files_in(tmp_path)
@@ -69,7 +69,7 @@ def test_it_works_without_nameless_files(tmp_path: Path, monkeypatch: pytest.Mon
         return plain(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    lease, sent = DiskTier([MANY], tmp_path).lease(), noise(MANY)
+    lease, sent = FileTier([MANY], tmp_path).lease(), noise(MANY)
     assert lease.file is not None
     file = os.fstat(lease.file)
     assert (stat.S_IMODE(file.st_mode), file.st_nlink) == (0o600, 0)
@@ -89,18 +89,19 @@ def test_it_works_without_o_direct(folder: Path, monkeypatch: pytest.MonkeyPatch
     if name == "fcntl":
         monkeypatch.setattr(fcntl, "fcntl", refuse)
     with failing("pwrite", errno.EINVAL, name == "pwrite"):
-        lease, sent = DiskTier([MANY], folder).lease(), noise(MANY)
+        lease, sent = FileTier([MANY], folder).lease(), noise(MANY)
     assert lease.file is not None
     assert not plain(lease.file, fcntl.F_GETFL) & os.O_DIRECT
     assert torch.equal(round_trip(lease, 0, sent), sent)
 
 
+@pytest.mark.long
 def test_a_process_that_ends_in_the_middle_of_a_copy_ends_well(folder: Path) -> None:
     code = f"""
 import atexit, torch
-from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.file_tier import FileTier
 atexit.register(lambda: print(*[chunk.is_set for copy in [*lease.out.values(), *lease.back.values()] for chunk in copy.chunks]))
-tier = DiskTier([1 << 24] * 2, {str(folder)!r})
+tier = FileTier([1 << 24] * 2, {str(folder)!r})
 lease = tier.lease()
 lease.offload(0, torch.ones(1 << 22))
 lease.offload(1, torch.ones(1 << 22))

@@ -54,6 +54,7 @@ def test_a_buffer_without_a_file_is_an_error_of_the_disk(tmp_path: Path, count: 
     MappedBuffer(forms, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", range(4))
 def test_a_first_call_that_finds_too_few_files_works_or_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")

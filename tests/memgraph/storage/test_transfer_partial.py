@@ -11,7 +11,7 @@ from torch import nn, optim
 from memgraph import SpillError
 from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from memgraph.storage.async_copy import Copy, finish_copies
-from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.file_tier import FileTier
 from memgraph.storage.io_threads import CHUNK, write
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import unnamed_file
@@ -36,7 +36,7 @@ def test_the_whole_copy_has_failed(tmp_path: Path) -> None:
 
 
 def test_a_partial_offload_is_not_reloaded(tmp_path: Path) -> None:
-    lease = DiskTier([NBYTES], tmp_path).lease()
+    lease = FileTier([NBYTES], tmp_path).lease()
     with files_of_at_most(NBYTES // 2):
         lease.offload(0, numbers(0))
         with pytest.raises(SpillError):

@@ -13,8 +13,8 @@ import memgraph
 from memgraph.planning import replan, search
 from memgraph.profile import link_bandwidth as links
 from memgraph.profile import op_profiler
-from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import CopyOverhead
 from memgraph.profile.memory_meter import measure_peak
 from memgraph.storage.wire_cast import LARGEST, narrow, widen
 from passes import Machine, Offload, PlanResult, Trace, apply, predict
@@ -183,7 +183,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))
-    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (slow, slow))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_files", lambda folder, room: (slow, slow))
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
     )
@@ -191,6 +191,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_link")
 def test_the_planner_casts_where_that_pays_and_keeps_the_promise() -> None:
     budget = budget_below(Layers(), batch()) * 6 // 10
@@ -206,6 +207,7 @@ def test_the_planner_casts_where_that_pays_and_keeps_the_promise() -> None:
     assert "offload as bf16" in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_link")
 def test_without_wire_dtype_nothing_is_rounded() -> None:
     budget = budget_below(Layers(), batch()) - 1_300_000
@@ -217,6 +219,7 @@ def test_without_wire_dtype_nothing_is_rounded() -> None:
     assert same(ours, trained(eager := Layers(), lambda: eager(batch())))
 
 
+@pytest.mark.long
 def test_what_is_narrow_already_goes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers().bfloat16(), batch().bfloat16()
     budget = budget_below(model, x)
@@ -230,6 +233,7 @@ def test_with_nowhere_to_go_nothing_is_cast() -> None:
     assert report.plan and not cast_values(report) and report.machine.cast.dtype == ""
 
 
+@pytest.mark.long
 def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,6 +249,7 @@ def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for
         memgraph.plan(Layers(), batch(), budget=budget, plan=text)
 
 
+@pytest.mark.long
 def test_a_sweep_may_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     real = memgraph.sweep.__globals__["make_plan"]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import memgraph
 import passes
 from memgraph.profile import op_profiler
-from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import CopyOverhead
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.system.byte_sizes import UNITS, WHOLE, budget_nbytes
 from memgraph.system.device import device_of, memory_nbytes, unused_nbytes
@@ -229,6 +229,7 @@ def test_the_error_survives_pickling() -> None:
     assert (str(again), again.budget, again.smallest) == (str(error), error.budget, error.smallest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", ["auto", None])
 @pytest.mark.parametrize("rows", [3, 100])
 def test_the_smallest_budget_trains_within_it_bit_equal_with_eager(rows: int, offload: str | None) -> None:
@@ -253,13 +254,14 @@ class Total(nn.Module):
         return x.sum()
 
 
+@pytest.mark.long
 def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fixed prices, since with others a search may find a plan below the smallest of the error."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(op_profiler, "shortest_us", lambda *_, **__: 100.0)
     monkeypatch.setattr(
-        "memgraph.profile.machine_profile.measure_disk", lambda folder, room: (Link(((1000, 5.0),)),) * 2
+        "memgraph.profile.machine_profile.measure_files", lambda folder, room: (Link(((1000, 5.0),)),) * 2
     )
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
@@ -305,6 +307,7 @@ def test_a_budget_error_is_one_of_memgraphs() -> None:
     assert (again.budget, again.smallest) == (100, error.smallest)
 
 
+@pytest.mark.long
 def test_after_a_budget_error_a_smaller_batch_trains() -> None:
     module = net()
     compiled = memgraph.compile(module, memgraph.plan(module, batch(2), budget=ROOM).peak)
@@ -314,6 +317,7 @@ def test_after_a_budget_error_a_smaller_batch_trains() -> None:
     assert compiled.plan.peak <= compiled.plan.budget
 
 
+@pytest.mark.long
 def test_the_peak_falls_with_the_budget_and_the_time_rises() -> None:
     module, x = net(), batch()
     high, low = memgraph.plan(module, x, budget=ROOM).peak, smallest_of(module, x, offload=None).smallest
@@ -326,6 +330,7 @@ def test_the_peak_falls_with_the_budget_and_the_time_rises() -> None:
         assert small.forecast.us >= large.choice.lower_bound - 1e-6
 
 
+@pytest.mark.long
 def test_a_budget_that_works_without_a_tier_works_with_one() -> None:
     module, x = net(64, 6), batch(256, 64)
     assert smallest_of(module, x).smallest <= smallest_of(module, x, offload=None).smallest
@@ -354,3 +359,16 @@ def test_a_budget_error_does_not_spoil_the_forecasts_after_it(monkeypatch: pytes
     assert allocated is not None
     staging = int(compiled.plan.forecast.by_kind["staging"].max(initial=0))
     assert there + allocated.peak + staging <= smallest
+
+
+def test_without_a_budget_that_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGRAPH_BUDGET", "64MB")
+    assert budget_nbytes(None, CPU, resident=12345) == 64_000_000
+    assert budget_nbytes("8MB", CPU) == 8_000_000
+    monkeypatch.setenv("MEMGRAPH_BUDGET", "64Mb")
+    with pytest.raises(ValueError, match="MEMGRAPH_BUDGET='64Mb' can't be read: \"Mb\" are bits"):
+        budget_nbytes(None, CPU)
+    monkeypatch.setenv("MEMGRAPH_BUDGET", "0.5")
+    assert budget_nbytes(None, CPU) == budget_nbytes(0.5, CPU)
+    monkeypatch.setenv("MEMGRAPH_BUDGET", "")
+    assert budget_nbytes(None, CPU, resident=1) > 1

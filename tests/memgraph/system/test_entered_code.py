@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from memgraph.system import entered_code
 from memgraph.system.entered_code import is_watched, unwatched, watching_entries
 
 
@@ -132,3 +134,19 @@ def test_files_of_torch_of_the_library_and_of_this_package_are_left_out() -> Non
 def test_what_torch_requires_is_left_out(package: str) -> None:
     assert not is_watched(f"/lib/python3.11/site-packages/{package}/_api.py")
     assert not is_watched(f"/lib/python3.11/site-packages/{package}.py")
+
+
+def test_files_that_find_modules_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import in forward runs such code, which is not forward's."""
+    file, name = f"{os.sep}site-packages{os.sep}finds_modules{os.sep}__init__.py", "finds_modules"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=file))
+    for is_finder in (False, True):
+        if is_finder:
+            monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, type("Finder", (), {"__module__": name})()])
+        entered_code._finders.cache_clear()
+        entered_code.is_watched.cache_clear()
+        assert is_watched(file) != is_finder
+        assert is_watched(file.replace("__init__", "other"))
+    monkeypatch.undo()
+    entered_code._finders.cache_clear()
+    entered_code.is_watched.cache_clear()

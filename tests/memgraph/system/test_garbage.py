@@ -28,6 +28,7 @@ def _nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.freeze()
 
 
+@pytest.mark.long
 def test_only_what_the_block_makes_is_collected_in_it() -> None:
     gc.disable()
     old = weakref.ref(Node())

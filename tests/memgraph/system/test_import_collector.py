@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 IMPORT = """
 import gc, torch
 collections = []
@@ -15,6 +17,7 @@ print(len(collections), gc.isenabled())
 """
 
 
+@pytest.mark.long
 def test_an_import_starts_no_full_collection_and_leaves_the_collector_on() -> None:
     ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["0", "True"]

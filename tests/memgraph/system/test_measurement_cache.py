@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.capture.capture import capture
-from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
-from memgraph.profile.link_bandwidth import SIZES, Link, measure_disk
+from memgraph.profile import link_bandwidth, machine_profile, op_profiler, roofline
+from memgraph.profile.link_bandwidth import SIZES, Link, measure_files
 from memgraph.profile.machine_profile import measure_links
 from memgraph.profile.op_cost import op_key
 from memgraph.profile.op_profiler import OpProfiler
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache for this test."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
-    for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
+    for remembering in (op_profiler, roofline, link_bandwidth, machine_profile):
         monkeypatch.setattr(remembering, "_known", {})
     monkeypatch.setattr(measurement_cache, "_open", {})
     return tmp_path / "cache"
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear what this process has cached, as if in another process."""
-    for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
+    for remembering in (op_profiler, roofline, link_bandwidth, machine_profile):
         monkeypatch.setattr(remembering, "_known", {})
 
 
@@ -106,6 +106,7 @@ def process(folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", STEP], stdout=pipe, stderr=pipe, text=True, env=there)
 
 
+@pytest.mark.long
 def test_a_second_process_runs_no_op_and_forecasts_the_same(folder: Path) -> None:
     first, second = (process(folder).communicate() for _ in range(2))
     assert "runs" in first[0], first[1]
@@ -115,6 +116,7 @@ def test_a_second_process_runs_no_op_and_forecasts_the_same(folder: Path) -> Non
     assert "runs" in process(folder, OMP_NUM_THREADS=threads).communicate()[0]
 
 
+@pytest.mark.long
 def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
     both = [process(folder) for _ in range(2)]
     said = [one.communicate() for one in both]
@@ -328,20 +330,21 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "SIZES", {4096: 4, 65536: 2})
     random = torch.get_rng_state()
-    found = measure_disk(tmp_path)
+    found = measure_files(tmp_path)
     assert all(us > 0 for link in found for _, us in link.points)
     assert torch.equal(torch.get_rng_state(), random)
     forget(monkeypatch)
-    monkeypatch.setattr(link_bandwidth, "_measure_disk", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(link_bandwidth, "_measure_files", lambda *given: pytest.fail("measured again"))
     (tmp_path / "below").mkdir()
-    assert measure_disk(tmp_path / "below") == found
+    assert measure_files(tmp_path / "below") == found
 
 
 def test_large_copies_are_not_timed_on_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_bandwidth, "_copied", lambda tier: (2e5, 2e5))
-    assert [nbytes for nbytes, _ in measure_disk(tmp_path)[0].points] == list(SIZES)[:1]
+    assert [nbytes for nbytes, _ in measure_files(tmp_path)[0].points] == list(SIZES)[:1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("available", [20 << 20, 1 << 20, 1 << 14])
 def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
@@ -350,20 +353,21 @@ def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     full = SimpleNamespace(f_bavail=available // 512, f_frsize=512, f_blocks=plain.f_blocks)
     monkeypatch.setattr(os, "statvfs", lambda folder: full)
     forget(monkeypatch)
-    out, back = measure_disk(tmp_path)
+    out, back = measure_files(tmp_path)
     assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
-    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).us_per_byte >= 0
+    assert machine_profile.measure_copy_overhead(tmp_path, (out, back)).us_per_byte >= 0
     monkeypatch.undo()
     forget(monkeypatch)
-    assert len(measure_disk(tmp_path)[0].points) > 1  # measured as ever, once there is room
+    assert len(measure_files(tmp_path)[0].points) > 1  # measured as ever, once there is room
 
 
+@pytest.mark.long
 def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(((1000, 20.0), (2000, 30.0), (10_000, 110.0)))
     assert [link.us(nbytes) for nbytes in (500, 1000, 1500, 2000, 6000, 20_000)] == [10, 20, 25, 30, 70, 220]
     assert link.rate([1000] * 9) == 50.0
     sizes = [500, 1500, 6000]
     assert sum(sizes) / link.rate(sizes) == sum(map(link.us, sizes))
-    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (link, link))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_files", lambda folder, room: (link, link))
     assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).link.out == 50.0
     assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path).link.out == link.rate([4 << 20])

@@ -20,7 +20,7 @@ FOLDER = Path(private_names.__file__).parents[1]
 PAGE = Path(private_names.__file__)
 FILES = [path for path in sorted(FOLDER.rglob("*.py")) if path != PAGE]
 TREES = [ast.parse(path.read_text()) for path in FILES]
-OTHERS = {"_getframe", "_at_fork_reinit"}  # of Python's own
+OTHERS = {"_getframe", "_at_fork_reinit", "_SimpleCData"}  # of Python's own
 
 
 def is_private(name: str) -> bool:
@@ -56,12 +56,14 @@ def read() -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
 
 
+@pytest.mark.long
 def test_every_private_name_of_the_sources_is_on_the_page_and_no_other() -> None:
     listed = {*NAMES, *CUDA_NAMES, *LATE_NAMES}
     assert used() - listed == set()
     assert listed - used() - {"torch._ops", "torch._dynamo.config.error_on_nested_fx_trace"} == set()
 
 
+@pytest.mark.long
 def test_every_private_attribute_that_is_not_memgraphs_is_on_the_page() -> None:
     attributes = {name for owners in (ATTRIBUTES, DISTRIBUTED) for names in owners.values() for name in names}
     parts = {part for name in used() for part in name.split(".")}
@@ -102,6 +104,7 @@ def test_a_torch_that_was_never_tested_is_one_warning(monkeypatch: pytest.Monkey
     assert len(warned) == 1
 
 
+@pytest.mark.long
 def test_the_first_use_of_a_torch_without_such_a_name_is_one_error() -> None:
     script = "import torch, torch._subclasses as s\ndel torch._C._DisableAutocast\nimport memgraph\nmemgraph.compile"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

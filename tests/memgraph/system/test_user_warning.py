@@ -35,6 +35,6 @@ def test_the_log_says_when_something_is_planned_and_when_nothing_is(caplog: pyte
     said = [message.partition(" in ")[0] for message in steps]  # without lines of progress on a busy machine
     assert said == [
         "the first call is captured, priced and planned", "planned",
-        "a call unlike the 1 before it is captured, priced and planned: input is float32 3 x 4 on cpu, and was float32 "
-        "2 x 4 on cpu", "planned",
+        "this call is captured, priced and planned, as no earlier one was like it (capture 2): input is float32 3 x 4 on "
+        "cpu, and was float32 2 x 4 on cpu", "planned",
     ]  # fmt: skip

@@ -36,6 +36,7 @@ def smallest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return int(caught.value.smallest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [same_data, seen_by_a_buffer])
 def test_what_shares_memory_is_trained_as_in_eager_and_shares_it_afterwards(make: Callable[[], nn.Module]) -> None:
     eager, ours = make(), make()
@@ -71,6 +72,7 @@ def test_what_lies_far_is_not_parted_from_what_is_bound_to_its_like() -> None:
     compiled(batch()).backward()
 
 
+@pytest.mark.long
 def test_what_shares_memory_is_not_updated_while_backward_reads_it() -> None:
     model = same_data()
     compiled = streamed(model, 1 << 30, optimizer=ADAMW(model.parameters()), fuse_update=True)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from expecttest import assert_expected_inline as expected
 
 from passes import Link, Machine, Reload, Stream, Streaming, Trace, apply, parse, predict
-from passes.analysis.reuse_gaps import ReuseGaps
-from passes.analysis.streamable import StreamableStates
+from passes.analysis.reuse_gaps import ReuseGaps, StreamableStates
 from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax

@@ -256,6 +256,7 @@ def test_a_step_without_backward_or_without_ops_has_nothing_to_decide() -> None:
     )
 
 
+@pytest.mark.long
 def test_the_optimum_with_a_tier() -> None:
     lines = []
     for budget in (6158, 4658, 4157):
@@ -338,6 +339,7 @@ def test_what_is_not_finished_in_time_is_not_proven() -> None:
     assert not found.proven and found.bound_us <= 1010.0 <= found.us
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3000), marks=pytest.mark.slow)])
 def test_no_keep_set_beats_checkmate_all_the_way_down(seeds: range) -> None:
     """From what a step takes to the least, at the very budgets at which something has to give."""

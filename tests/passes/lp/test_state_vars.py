@@ -185,11 +185,13 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
         assert relaxed.solution.us - model.columns.tie_us <= forecast.us - captured.us + SMALL
 
 
+@pytest.mark.long
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))
 def test_no_choice_of_placements_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     none_beats_the_bound(trace, machine, share)
 
 
+@pytest.mark.long
 @given(trainings(most=2, inside=True), homes(), st.floats(0.0, 1.0))
 def test_none_beats_it_where_all_updates_run_in_backward(trace: Trace, machine: Machine, share: float) -> None:
     assert all(op.name != "step" for op in trace.ops)

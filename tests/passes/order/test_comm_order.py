@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from passes import BrokenTrace, Machine, Network, Trace, check, parse, predict
+from passes import BrokenTrace, BudgetError, Machine, Network, Trace, check, make_plan, parse, predict
 from passes.order.comm_order import place_collectives
 from tests.support.layered_traces import backward, forward, placed_lines
 
@@ -166,3 +166,15 @@ def test_a_machine_with_a_network_says_so() -> None:
         str(Machine(8, network=Network(rate=1000.0, latency_us=20.0)))
         == "cpu 8 bytes, no tier, net 1000 MB/s after 20 us"
     )
+
+
+def test_the_smallest_budget_is_the_same_whether_collectives_overlap_compute_or_not() -> None:
+    ways = place_collectives(STEP), place_collectives(STEP, at_once=True)
+    peaks = [predict(way, MACHINE).peak for way in ways]
+    assert peaks[1] < peaks[0]
+    with pytest.raises(BudgetError) as refused:
+        make_plan(ways[0], replace(MACHINE, budget=1))
+    assert refused.value.smallest == peaks[1]
+    found = [make_plan(way, replace(MACHINE, budget=peaks[1])) for way in ways]
+    assert [each.forecast.peak for each in found] == [peaks[1], peaks[1]]
+    assert found[0].forecast.trace == ways[1]

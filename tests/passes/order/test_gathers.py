@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Network, Trace, check, make_plan, parse, predict
-from passes.analysis.streamable import StreamableStates
+from passes.analysis.reuse_gaps import StreamableStates
 from passes.order.comm_order import place_collectives, sequence
 from tests.support.layered_traces import placed_lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +246,7 @@ def test_the_peak_falls_with_the_budget(trace: Trace, machine: Machine) -> None:
     assert last == least
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(traces(max_forward=18), machines())
 def test_the_smallest_budget_works_and_one_byte_less_does_not(trace: Trace, machine: Machine) -> None:

@@ -17,7 +17,7 @@ from passes.lp.relax import relax
 from passes.lp.rounding import lp_preferences
 from passes.schedule.candidate import make_candidate
 from passes.schedule.schedule import Placement
-from passes.search.local_search import local_search
+from passes.search.optimize import local_search
 
 MIB = 1 << 20
 WAYS = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD)

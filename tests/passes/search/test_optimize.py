@@ -83,6 +83,7 @@ def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert_no_keep_set_beats_the_bound(trace, share)
 
 
+@pytest.mark.long
 @given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
 def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     machine, best = best_that_moves_once(trace, machine, share)
@@ -125,6 +126,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
 
+@pytest.mark.long
 @given(traces(max_forward=8), machines((0.5, 3.0, 100.0), ("bf16",)), st.floats(0.0, 1.0))
 def test_no_plan_that_casts_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = ReuseGaps(trace)
@@ -156,6 +158,7 @@ HIDDEN = parse("""
 """)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", ["", "bf16"])
 @pytest.mark.parametrize("rate", [5.0, 10.0, 20.0, 50.0])
 def test_links_carry_on_while_ops_run_again(rate: float, wire: str) -> None:
@@ -230,6 +233,7 @@ def test_a_search_with_time_enough_is_that_without_a_clock() -> None:
     assert found.plan and (found.plan, found.bound_us, found.any_us) == (timed.plan, timed.bound_us, timed.any_us)
 
 
+@pytest.mark.long
 @given(traces(max_forward=25), machines(wires=("", "bf16")), st.floats(0.0, 1.0))
 def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share: float) -> None:
     machine = between(trace, machine, share)
@@ -244,6 +248,7 @@ def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share
         assert forecast.us >= choice.lower_bound - SMALL
 
 
+@pytest.mark.long
 @given(traces(max_forward=20), machines(wires=("", "bf16")), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_smaller_budget_takes_at_least_what_is_proven_of_a_larger(
     trace: Trace, machine: Machine, one: float, other: float
@@ -257,6 +262,7 @@ def test_a_smaller_budget_takes_at_least_what_is_proven_of_a_larger(
     assert choices[0].forecast.us >= choices[1].captured.us + choices[1].any_us - SMALL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_network_is_planned_as_checkmate_plans_it(count: int, share: float) -> None:

@@ -21,8 +21,7 @@ from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
 from passes.search.greedy import greedy_plan, greedy_thorough
-from passes.search.local_search import local_search
-from passes.search.optimize import optimize
+from passes.search.optimize import local_search, optimize
 from tests.oracle.network import layers
 
 TRACE = layers(6)
@@ -104,19 +103,6 @@ def test_where_any_plan_will_do_the_first_that_fits_ends_it() -> None:
     assert names == ["captured", "rerun_chain"]
 
 
-@pytest.mark.parametrize("fits", [False, True])
-def test_a_pass_leaves_time_to_those_behind_it_while_nothing_fits(fits: bool) -> None:
-    ends: list[float] = []
-
-    def noted(trace: Trace, machine: Machine, until: float) -> Plan:
-        ends.append(until)
-        return ()
-
-    with suppress(BudgetError):
-        make_plan(TRACE, TIGHT, (*QUICK[: int(fits)], Pass(noted, share=0.5), Pass(noted)), seconds=LONG)
-    assert [round(end / LONG, 2) for end in ends] == [1.0 if fits else 0.5, 1.0]
-
-
 def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     def by_hand(trace: Trace, machine: Machine, until: float) -> Plan:
         return greedy_plan(trace, machine)
@@ -133,6 +119,7 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     assert names == ["captured", "by_hand", "captured", "greedy_plan"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 @pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
 def test_a_quick_pass_simulates_few_ops_of_a_long_step(
@@ -175,6 +162,7 @@ def test_a_budget_that_only_fine_steps_keep_is_kept(monkeypatch: pytest.MonkeyPa
     assert names == ["captured", "greedy_plan", "greedy_thorough", "captured", "greedy_plan"]
 
 
+@pytest.mark.long
 def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:
     trace = layers(40)
     with pytest.raises(BudgetError) as caught:

@@ -18,9 +18,8 @@ from passes.lp.solver import SearchLimits, Solution
 from passes.pipeline import Pass
 from passes.search import optimize, rounding_search
 from passes.search.greedy import greedy_plan_no_offload
-from passes.search.optimize import THRESHOLDS, optimize_no_offload
+from passes.search.optimize import THRESHOLDS, optimize_no_offload, plan_with_state
 from passes.search.rounding_search import RoundingSearch
-from passes.search.state_search import plan_with_state
 from passes.search.work import FEW, NARROW, REPAID, WORK_PER_OP, WorkLimits
 from tests.oracle.network import layers
 from tests.passes.lp.test_state_vars import CHAIN

@@ -82,6 +82,7 @@ def test_an_address_is_taken_again_once_it_is_free() -> None:
     assert late["g"].address < late["b"].end and arena.nbytes < sum(slot.nbytes for slot in arena.slots)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", "llama", "unet"])
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
 def test_at_most_a_hundredth_of_the_peak_is_lost(name: str, share: float) -> None:

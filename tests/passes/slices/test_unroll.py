@@ -283,6 +283,7 @@ def test_backward_reads_rows_of_what_forward_has_kept(nbytes: int) -> None:
     assert same(run(trace), run(found.trace, found.origins))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(trace=row_steps(), parts=st.sampled_from((2, 3, 5, 8)), data=st.data())
 def test_a_step_in_a_slice_computes_the_same(trace: Trace, parts: int, data: st.DataObject) -> None:

@@ -234,6 +234,7 @@ def quick(trace: Trace, machine: Machine) -> PlanResult:
     return make_plan(trace, machine, QUICK)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(50, 200), st.sampled_from([1.0, 4.0, 20.0])), min_size=4, max_size=10),

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.stages.partition import partition
+from passes.stages.cut import partition
 
 TIMES = st.sampled_from([0.0, 1.0, 2.0, 5.0, 0.3])
 

@@ -77,5 +77,6 @@ function figures() {
     : other.us === null
       ? `a budget of ${mb(other.budget)} does not fit`
       : `fits: forecast ${mb(other.peak)}, budget ${mb(other.budget)}`;
+  byId("peak-is").textContent = other ? "" : `${plan.peak_is[0].toUpperCase()}${plan.peak_is.slice(1)}.`;
   byId("others").replaceChildren(...plan.others.map((line) => el("li", null, line)));
 }

@@ -123,7 +123,7 @@ function mark() {
     edges = edgesOf(plan, state.axis);
   const left = (x) => ((Math.max(low, Math.min(high, x)) - low) / (high - low)) * state.width;
   const middle = (edges[state.op] + edges[state.op + 1]) / 2;
-  pin.hidden = !state.held || middle < low || middle > high;
+  pin.hidden = (!state.held && state.op !== plan.peakIndex) || middle < low || middle > high; // the peak is marked at load
   pin.style.left = `${left(middle)}px`;
   band.hidden = life === null;
   if (life === null) return;

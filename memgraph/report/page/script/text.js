@@ -1,6 +1,11 @@
 // Numbers and places as text, and elements that hold text. No text is ever read as HTML.
 
-const mb = (nbytes) => (nbytes >= 100000 ? `${(nbytes / 1e6).toFixed(1)} MB` : `${nbytes} B`);
+/** Bytes as in the report's text: kB, MB and GB are powers of 1000. */
+function mb(nbytes) {
+  if (nbytes < 1e3) return `${nbytes} B`;
+  if (nbytes < 1e5) return `${(nbytes / 1e3).toFixed(1)} kB`;
+  return nbytes < 1e10 ? `${(nbytes / 1e6).toFixed(1)} MB` : `${(nbytes / 1e9).toFixed(1)} GB`;
+}
 const ms = (us) => `${(us / 1e3).toFixed(us < 10 && us > 0 ? 4 : us < 1000 && us > 0 ? 2 : 1)} ms`;
 const percent = (share) => `${share < 0 ? "" : "+"}${(share * 100).toFixed(1)}%`;
 

@@ -98,6 +98,7 @@ def refuse_differences(model: nn.Module, inputs: Callable[[], Any]) -> memgraph.
     return compiled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("then", "plans"),
     [(coin, 2), (numpy_coin, 2), (coin_beneath_dropout, 2), (noise, 1), (scale, 1), (choice, 4), (arithmetic, 2)],
@@ -109,6 +110,7 @@ def test_steps_draw_again_with_python_as_eager_does(then: Any, plans: int) -> No
     assert len(compiled.plans) <= plans
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "config"), [(Wav2Vec2Model, Wav2Vec2Config), (HubertModel, HubertConfig)])
 def test_speech_models_mask_other_frames_in_each_step_of_one_plan(model: Any, config: Any) -> None:
     """Without the op for the rows under a mask, each number of masked frames would be a plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,7 @@ assert OfCell.scale.__closure__ is not None
 CELL = OfCell.scale.__closure__[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -248,6 +250,7 @@ class Layers(nn.Module):
         return x * self.reads()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [OfGlobal, OfDict, OfClass, OfCell, OfList])
 def test_layers_that_count_elsewhere_run_as_they_are_and_count_as_in_eager(make: type[Model]) -> None:
     """The losses and gradients of eager, and its counts."""
@@ -290,6 +293,7 @@ def test_a_number_that_a_layer_counts_and_the_model_reads_is_refused() -> None:
         memgraph.compile(Layers(OfGlobal, lambda: float(CALLS)), ROOM)(X)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "MixtralForCausalLM"])
 def test_models_of_transformers_change_no_variable(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -306,3 +310,23 @@ def test_models_of_transformers_change_no_variable(name: str) -> None:
     assert before.tokens
     capture(model, (), {"input_ids": tokens, "labels": tokens}, opaque=False)
     assert before.changes(OuterSnapshot(before.ran)) == ()
+
+
+COLLECTED = {"times": 0}
+
+
+def test_what_the_garbage_collector_calls_is_not_of_forward() -> None:
+    def called(phase: str, info: Any) -> None:
+        COLLECTED["times"] += 1
+
+    class Collecting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            gc.collect()
+            return super().forward(x)
+
+    gc.callbacks.append(called)
+    try:
+        memgraph.compile(Collecting(4, 4), 1 << 30)(torch.ones(2, 4)).sum().backward()
+        assert called in gc.callbacks
+    finally:
+        gc.callbacks.remove(called)

@@ -77,6 +77,7 @@ def seeded(model: nn.Module) -> list[Fact]:
     return [*steps(model), torch.tensor([np.random.rand(), random.random()])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Net, Asking, Mixed])
 def test_it_draws_as_in_eager(make: type[nn.Module]) -> None:
     assert_alike(seeded, make)
@@ -99,6 +100,7 @@ def test_what_is_allowed_to_draw_may() -> None:
         assert random.random() >= 0
 
 
+@pytest.mark.long
 def test_a_model_with_a_part_counts() -> None:
     model = Mixed()
     compiled = memgraph.compile(model, "1GB", offload=None)

@@ -137,7 +137,7 @@ def test_a_buffer_that_forward_registers_is_refused_by_its_name() -> None:
         return part.late
 
     module = Leaving(then)
-    with pytest.raises(memgraph.CaptureError, match="forward registers the buffer late: register it in __init__"):
+    with pytest.raises(memgraph.CaptureError, match="forward registers the buffer late, or gives it its first tensor"):
         memgraph.compile(module, ROOM)(X)
     expected = module(X)
     assert torch.equal(memgraph.compile(module, ROOM)(X), expected)
@@ -176,6 +176,7 @@ def assert_same(module: nn.Module, twin: nn.Module, *batches: Tensor) -> Any:
     return compiled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("then", "kinds"),
     [
@@ -189,6 +190,59 @@ def test_what_forward_leaves_is_there_after_each_call(then: Any, kinds: int) -> 
     compiled = assert_same(module, twin, X, X, X)
     assert len({id(variant.captured) for variant in compiled._kept.variants}) == kinds
     assert left(module) == left(twin)
+
+
+def extend(part: Any, x: Tensor) -> Tensor:
+    """Short circuit: the first call does not read `longest`."""
+    if getattr(part, "table", None) is None or len(x) > part.longest:
+        part.longest = len(x)
+        part.table = torch.arange(float(len(x)))
+    return torch.as_tensor(part.table[: len(x), None])
+
+
+def test_what_the_next_call_reads_though_this_one_did_not_is_in_place_for_it() -> None:
+    module = Leaving(extend, longest=0)
+    twin = copy.deepcopy(module)
+    assert_same(module, twin, X, X, X[:1], torch.cat([X, X]), X, X[:1])
+    assert module.longest == twin.longest == 4
+
+
+def divide(part: Any, x: Tensor) -> None:
+    part.ratio = len(x) / 4
+
+
+def root(part: Any, x: Tensor) -> None:
+    part.ratio = {"of rows": len(x) ** -0.5, "many": len(x) > 2}
+
+
+def wrap(part: Any, x: Tensor) -> None:
+    part.ratio = types.SimpleNamespace(rows=len(x) / 2)
+
+
+@pytest.mark.parametrize("then", [divide, root, wrap])
+def test_a_number_that_is_made_of_a_length_is_stored_for_each_length(then: Any) -> None:
+    module, rows = Leaving(then), torch.linspace(-1, 1, 28).view(7, 4)
+    twin = copy.deepcopy(module)
+    for count in (2, 3, 5, 7, 2):
+        assert_same(module, twin, rows[:count])
+    compiled: Any = memgraph.compile(module, ROOM)
+    for count in (2, 3, 5, 7, 2):
+        compiled(rows[:count]), twin(rows[:count])
+        assert module.ratio == twin.ratio
+
+
+def test_a_module_that_forward_returns_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match="forward returns a module, Linear, and a captured step"):
+        memgraph.compile(Returning(), ROOM)(X)
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x), self.body
 
 
 def left(module: Any) -> list[str]:

@@ -373,3 +373,19 @@ def _() -> Any:
         lambda m, x: x * m.held()(),
         lambda m: setattr(m, "held", weakref.WeakMethod(TARGET.quadrupled)),
     )
+
+
+@of("attributes")
+def _() -> Any:
+    """the order of attributes, in a loop over `vars(self)`"""
+
+    def read(m: Any, x: Any) -> Any:
+        for name, value in vars(m).items():
+            if name in ("held", "other"):
+                x = x + value if name == "held" else x * value
+        return x
+
+    def put(m: Any) -> None:
+        m.held, m.other = 1.0, 2.0
+
+    return prepared(read, put), on_module(lambda m: setattr(m, "held", vars(m).pop("held")))

@@ -207,3 +207,18 @@ def _() -> Any:
         pass
 
     return lambda m, x: x * Last.by, lambda: setattr(Last, "__bases__", (Second,))
+
+
+@of("classes")
+def _() -> Any:
+    """a keyword of a `partialmethod`"""
+
+    class Scaling(nn.Module):
+        def scaled(self, x: Tensor, factor: int) -> Tensor:
+            return x * factor
+
+        twice = functools.partialmethod(scaled, factor=2)
+
+    held: Any = Scaling()
+    then = prepared(lambda m, x: m.held.twice(x), lambda m: setattr(m, "held", held))
+    return then, lambda: vars(Scaling)["twice"].keywords.update(factor=3)

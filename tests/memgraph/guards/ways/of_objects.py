@@ -288,3 +288,49 @@ def _() -> Any:
         return lambda: [vars(SETTINGS).pop("doubled")]
 
     return lambda m, x: x * SETTINGS.doubled(), change
+
+
+HELD = types.SimpleNamespace(rows=range(0, 9, 4), table={1: 0.5})
+
+
+@of("objects")
+def _() -> Any:
+    """the end of a range with the same items"""
+    return lambda m, x: x * HELD.rows.stop, setting(HELD, "rows", range(0, 12, 4))
+
+
+@of("objects")
+def _() -> Any:
+    """the type of a key of a dict"""
+    return lambda m, x: x * len(str([*HELD.table])), setting(HELD, "table", {True: 0.5})
+
+
+@of("objects")
+def _() -> Any:
+    """a field of a text that is in a list"""
+    SETTINGS.scale, texts = 2, ["{c.scale}"]
+    return lambda m, x: x * float(texts[0].format(c=SETTINGS)), lambda: setattr(SETTINGS, "scale", 3)
+
+
+@of("objects")
+def _() -> Any:
+    """an attribute that `object.__getattribute__` reads by a name in a list"""
+    SETTINGS.scale, names = 2, ["scale"]
+    return lambda m, x: x * object.__getattribute__(SETTINGS, names[0]), lambda: setattr(SETTINGS, "scale", 3)
+
+
+ORDERED = types.SimpleNamespace()
+
+
+@of("objects")
+def _() -> Any:
+    """the order of attributes, in a loop over `vars()`"""
+    vars(ORDERED).clear()
+    ORDERED.add, ORDERED.mul = 1.0, 2.0
+
+    def then(m: Any, x: Any) -> Any:
+        for name, value in vars(ORDERED).items():
+            x = x + value if name == "add" else x * value
+        return x
+
+    return then, lambda: setattr(ORDERED, "add", vars(ORDERED).pop("add"))

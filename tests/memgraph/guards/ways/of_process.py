@@ -177,3 +177,11 @@ def _() -> Any:
         return x + before
 
     return prepared(then, lambda m: setattr(m, "held", torch.zeros(4, 8))), lambda: None
+
+
+@of("process")
+def _() -> Any:
+    """an attribute of a logger"""
+    logger: Any = logging.getLogger("a_logger_of_a_way")
+    vars(logger).pop("factor", None)
+    return lambda m, x: x * getattr(logger, "factor", 2), lambda: setattr(logger, "factor", 3)

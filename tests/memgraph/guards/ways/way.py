@@ -35,10 +35,11 @@ class Host(nn.Module):
     def __init__(self, then: Then) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.then = then
+        self.then, self.is_off = then, False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.then(self, self.linear(x))
+        x = self.linear(x)
+        return x if self.is_off else self.then(self, x)
 
 
 def of(group: str) -> Callable[[Way], Way]:
@@ -51,8 +52,12 @@ def of(group: str) -> Callable[[Way], Way]:
     return add
 
 
-def outcome(way: Way) -> str:
-    """Return "right", the name of an error, or "WRONG: ...", as for a call as the one before that is captured again."""
+def outcome(way: Way, is_late: bool = False) -> str:
+    """Return "right", the name of an error, or "WRONG: ...", as for a call as the one before that is captured again.
+
+    Args:
+        is_late: the first capture reads nothing of it; another one is the first to do so.
+    """
     torch.manual_seed(0)
     then, change = way()
     module = Host(then)
@@ -64,6 +69,9 @@ def outcome(way: Way) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            for module.is_off in (True,) * is_late:
+                _is_right(module, compiled)
+            module.is_off = False
             for step in range(6):
                 if step == 3:
                     undo = change() if not getattr(change, "takes_module", False) else change(module)

@@ -82,6 +82,7 @@ def _crossed(rank: int, path: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_a_consolidated_state_dict_is_the_plain_optimizers_and_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert on_ranks(2, _whole, tmp_path / "saved.pt") == [[], []]
     for ranks in (1, 3, 4):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memgraph import StateError
-from memgraph.oss.checkpoint.reshard import Overlap, overlaps, rows_of
+from memgraph.oss.checkpoint.sharded_state import Overlap, overlaps, rows_of
 from memgraph.oss.checkpoint.state_outline import Kind, fill_outline, kinds, outline, tensors
 from passes.shards import BucketSizes, ParamSpec, ShardRange, make_buckets
 from tests.memgraph.oss.checkpoint.test_full_state import same

@@ -18,7 +18,7 @@ import torch
 import memgraph
 from memgraph import StateError
 from memgraph.oss.checkpoint import checkpoint_folder
-from memgraph.oss.checkpoint.safe_reader import Reader
+from memgraph.oss.checkpoint.checkpoint_folder import Reader
 from memgraph.oss.comm import watchdog
 from tests.memgraph.oss.checkpoint.test_full_state import refusal, same
 from tests.memgraph.oss.checkpoint.test_sharded_state import ordered, trained
@@ -57,11 +57,21 @@ def _damaged(rank: int, path: Path) -> list[str]:
             found.write_bytes(whole)
         torch.distributed.barrier()
     memgraph.load_sharded(path, module, ours)
-    for notes in path.glob("*.crc32") if rank == 0 else ():  # as before there were checksums
-        notes.unlink()
+    if rank == 0:
+        _without_checksums(path)
     torch.distributed.barrier()
     memgraph.load_sharded(path, module, ours)
     return messages
+
+
+def _without_checksums(path: Path) -> None:
+    """Make a folder one of a version that wrote none."""
+    for notes in path.glob("*.crc32"):
+        notes.unlink()
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for name in [name for name in metadata.state_dict_metadata if name.startswith("checksums.")]:
+        del metadata.state_dict_metadata[name]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def _at_a_number(whole: bytes) -> int:
@@ -80,8 +90,7 @@ def test_what_is_damaged_is_named_on_all_ranks_and_nothing_is_changed(tmp_path: 
 def _foreign(rank: int, path: Path) -> list[str]:
     module, ours = trained("Adam", 1)
     memgraph.save_sharded(path / "run", module, ours)
-    for notes in (path / "run").glob("*.crc32"):
-        notes.unlink()
+    _without_checksums(path / "run")
     listed = (path / "run" / ".metadata").read_bytes()
     (path / "run" / ".metadata").write_bytes(pickle.dumps(Run(f"{path}/by the list")))
     messages = [refusal(StateError, memgraph.load_sharded, path / "run", module, ours)]
@@ -148,6 +157,7 @@ def _rate(rank: int, path: Path) -> float | str:
     return rate
 
 
+@pytest.mark.long
 def test_a_folder_that_a_save_has_put_aside_is_loaded_only_until_the_next_save(tmp_path: Path) -> None:
     path = tmp_path / "run"
     on_ranks(1, _without_exchange, path, "never", 1.0)

@@ -112,6 +112,7 @@ def ordered(value: Any) -> Any:
     return list(map(ordered, value)) if isinstance(value, list) else value
 
 
+@pytest.mark.long
 def test_saved_on_two_ranks_and_loaded_on_others(tmp_path: Path) -> None:
     on_ranks(2, _saved, tmp_path)
     for ranks in (1, 3, 4):
@@ -204,7 +205,7 @@ def _full(*_: object) -> None:
 def test_a_folder_that_is_of_another_training_is_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = on_ranks(2, _refused, tmp_path)
     assert first == second
-    assert first[0] == "the loading of /none has failed on rank 0: there is no checkpoint in /none"
+    assert first[0] == "the loading of /none has failed on rank 0: there is no checkpoint in /none; give a folder of save_sharded"
     assert "it is of another model: 'bias' is only in one of them; nothing was changed" in first[1]
     assert "it is Adam's, and SGD was given; make the same optimizer; nothing was changed" in first[2]
     assert "it has 1 group, and the optimizer has 5" in first[3]
@@ -235,6 +236,7 @@ def _kill_in(where: str) -> None:
     setattr(FileSystemWriter if hasattr(FileSystemWriter, where) else checkpoint_folder, where, die)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "victim, where",
     [pytest.param(1, "write_data", marks=SLOW), pytest.param(0, "finish", marks=SLOW), (0, "_exchange_names")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,6 +39,7 @@ def _net(way: Callable[[], object]) -> int:
     return allocation.net
 
 
+@pytest.mark.long
 def test_numbers_that_ranks_exchange_leave_no_bytes() -> None:
     first, second = on_ranks(2, _leftover_bytes)
     assert set(first.values()) | set(second.values()) == {0}, (first, second)

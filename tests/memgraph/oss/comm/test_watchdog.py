@@ -51,6 +51,7 @@ DEFAULT = [(2, "killed"), (0, "stopped")]
 SLOW = [(0, "killed"), (2, "stopped"), (0, "late"), (2, "late")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim, how", [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_a_rank_that_goes_in_mid_step_is_named_on_the_others(victim: int, how: str) -> None:
     found = on_ranks(3, _left, victim, how, lost=[victim])
@@ -132,6 +133,7 @@ def _late(rank: int, seconds: float) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_who_is_late_is_waited_for_as_long_as_the_timeout_says_and_then_named() -> None:
     assert on_ranks(2, _late, 4.0) == ["", ""]  # two thirds of it
     first, second = on_ranks(2, _late, 7.5, meet=False)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.oss.compiled import bandwidth
-from memgraph.oss.compiled.bandwidth import LARGE, LEAST, measure_network
 from memgraph.oss.compiled.joint_planning import JointPlanner
+from memgraph.planning import ranks
+from memgraph.planning.ranks import LARGE, LEAST, measure_network
 from memgraph.profile.memory_meter import measure_peak
 from passes import Machine
 from tests.support.ranks import on_ranks
@@ -21,7 +21,7 @@ def _measured(rank: int, rooms: tuple[int, int]) -> tuple[int, float]:
     """Return the peak bytes of a measurement in the room of this rank, and the rate that it found."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMGRAPH_CACHE", "")
-        patch.setattr(bandwidth, "_speeds", {})
+        patch.setattr(ranks, "_speeds", {})
         optimizer: Any = memgraph.OSS(nn.Linear(8, 8).parameters(), torch.optim.SGD, lr=0.1)
         planner = JointPlanner(optimizer.comm, torch.device("cpu"))
         found, allocated = measure_peak(lambda: measure_network(Machine(1 << 30), optimizer, planner, rooms[rank]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn, optim
 
@@ -141,5 +142,6 @@ def _between(rank: int) -> list[str]:
     return wrong + ([] if _frozen_same() else ["frozen, with gradients that are the same"])
 
 
+@pytest.mark.long
 def test_what_is_done_between_steps_costs_the_training_nothing() -> None:
     assert on_ranks(2, _between) == [[], []]

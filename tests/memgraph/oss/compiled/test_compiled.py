@@ -84,6 +84,7 @@ def _trainings(rank: int) -> tuple[list[str], list[str]]:
     return wrong, plans
 
 
+@pytest.mark.long
 def test_trainings_are_the_plain_ones_and_keep_to_their_budgets_with_one_plan() -> None:
     (wrong, plans), (others, theirs) = on_ranks(2, _trainings)
     assert wrong == others == []
@@ -226,6 +227,7 @@ def _everyday(rank: int) -> tuple[bool, list[str], bool, bool]:
     return _averages(rank, once), _loops(rank, once), _rounded(rank), _one_loss(rank)
 
 
+@pytest.mark.long
 def test_averages_and_everyday_loops_are_the_plain_ones() -> None:
     assert on_ranks(2, _everyday) == [(True, [], True, True)] * 2
 
@@ -272,6 +274,7 @@ def _both(rank: int) -> None:
     _apart(rank)
 
 
+@pytest.mark.long
 def test_what_can_not_be_is_refused_on_all_ranks() -> None:
     on_ranks(2, _both)
 
@@ -316,5 +319,6 @@ def _elsewhere(rank: int) -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_parameters_move_and_are_rounded_on_their_way_as_without_a_compiled_module() -> None:
     assert on_ranks(2, _elsewhere) == [[True] * 3] * 2

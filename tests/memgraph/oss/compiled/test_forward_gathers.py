@@ -71,6 +71,7 @@ def _training(rank: int) -> tuple[str, str]:
     return "" if same(ours, plain) and kept else str(report), str(report.forecast.trace)
 
 
+@pytest.mark.long
 def test_a_training_is_the_plain_one_and_keeps_to_its_budget_with_one_plan() -> None:
     (wrong, plan), (other, theirs) = on_ranks(2, _training)
     assert wrong == other == ""
@@ -275,6 +276,7 @@ def _all(rank: int, folder: Path) -> tuple[list[str], list[bool]]:
     return _loops(rank), _others(rank)
 
 
+@pytest.mark.long
 def test_nothing_stale_is_read_and_everyday_loops_are_the_plain_ones(tmp_path: Path) -> None:
     assert on_ranks(2, _all, tmp_path) == [([], [True] * 8)] * 2
 

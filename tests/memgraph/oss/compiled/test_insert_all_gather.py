@@ -56,6 +56,7 @@ def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captu
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, adds", [("attention", False), ("parts", True)])
 @thorough
 @given(data=st.data())
@@ -98,6 +99,7 @@ def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
     return [*outputs, *run.backward([torch.ones_like(outputs[0])], [], keep=False)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, at_once", [("attention", False), ("parts", True), ("pictures", False)])
 def test_parameters_are_whole_when_they_are_read_and_without_others_nothing_is_done(name: str, at_once: bool) -> None:
     others: list[Others] = []

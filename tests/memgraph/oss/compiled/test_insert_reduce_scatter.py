@@ -58,6 +58,7 @@ def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     return captured, graph, order_by_section(place_collectives(summarize(graph, price)), Machine(0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @thorough
@@ -81,6 +82,7 @@ class FakeExchange:
         return sent[len(sent) // RANKS :].clone()  # of rank 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_rank_has_its_part_of_the_gradients(name: str, adds: bool) -> None:

@@ -114,5 +114,6 @@ def _all(rank: int) -> tuple[list[str], list[list[str]], list[bool]]:
     )
 
 
+@pytest.mark.long
 def test_forward_gathers_what_is_updated_with_states_on_disk() -> None:
     assert on_ranks(2, _all) == [(["", ""], [[], []], [True, True])] * 2

@@ -16,7 +16,7 @@ from memgraph.graph.halves.partition import Partition, partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.planning.lengths import general_graph
-from memgraph.planning.lengths.general_code import NAME
+from memgraph.planning.lengths.general_graph import NAME
 from memgraph.planning.step_graph import StepGraph
 from passes import Op, Trace
 
@@ -103,6 +103,7 @@ def losses(model: nn.Module, lengths: Sequence[int], step: Callable[..., tuple[T
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", (1.2, 0.6))
 @pytest.mark.parametrize("accumulate", (None, False, True))
 def test_text_and_code_of_a_length_are_those_of_its_own_graph(
@@ -117,6 +118,7 @@ def test_text_and_code_of_a_length_are_those_of_its_own_graph(
     assert all((report.measured or budget) <= report.peak <= budget for report in step.plans)
 
 
+@pytest.mark.long
 def test_lengths_with_the_same_decisions_have_one_code(shared: Shared) -> None:
     model = Stack()
     step = memgraph.compile(model, accumulate=False)
@@ -125,6 +127,7 @@ def test_lengths_with_the_same_decisions_have_one_code(shared: Shared) -> None:
     assert len({forward.__code__ for forward in forwards[2:]}) == 1
 
 
+@pytest.mark.long
 def test_a_plan_that_offloads_has_code_of_its_own(shared: Shared) -> None:
     model = Stack()
     losses(model, (24, 21, 19), memgraph.compile(model, accumulate=False))
@@ -135,6 +138,7 @@ def test_a_plan_that_offloads_has_code_of_its_own(shared: Shared) -> None:
     assert at_length.halves(Trace((*text.ops, offload), text.outputs)) is None
 
 
+@pytest.mark.long
 def test_a_length_whose_real_layouts_differ_has_a_graph_of_its_own(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_what_python_reads_of_positions_holds_for_lengths_at_which_it_is_the_sam
     check(Branch(near_or_far), [(torch.randn(n, 6),) for n in (9, 8, 4, 7, 3, 5, 12, 6, 2)])
 
 
+@pytest.mark.long
 def test_a_language_model_without_a_mask_shares_a_capture(traces: Traces) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, **sizes))

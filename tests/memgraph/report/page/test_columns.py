@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from memgraph.report.page.columns import columns
-from memgraph.report.page.packing import Strings, packed
-from memgraph.report.page.page import FOLDER
+from memgraph.report.page.page import FOLDER, Strings, columns, packed
 from memgraph.report.report import Report
 from passes import KINDS, predict
 from tests.support.long_steps import long_report
@@ -84,6 +82,7 @@ def test_a_decision_stands_at_the_op_that_makes_the_bytes(blank: Any) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_step_with_compiled_parts_is_shown_as_it_runs(blank: Any) -> None:
     report = long_report(9)
     ops = report.forecast.trace.ops

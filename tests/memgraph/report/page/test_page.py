@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from memgraph.report.page.packing import Strings, packed
-from memgraph.report.page.page import FOLDER, page
+from memgraph.report.page.page import FOLDER, Strings, packed, page
 from tests.support.long_steps import long_report
 
 EVIL = "</script><script>document.title='ran'</script><img src=x onerror=alert(1)>&amp;\u2028{}"

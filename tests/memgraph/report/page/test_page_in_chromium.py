@@ -32,6 +32,7 @@ LINE = """() => {
 }"""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_opens_without_errors_and_without_requests(opened: Open, scheme: str) -> None:
     page = opened(long_report(12), scheme)
@@ -41,6 +42,7 @@ def test_a_page_opens_without_errors_and_without_requests(opened: Open, scheme: 
     assert len(page.requests) == 1 and page.requests[0].startswith("file://")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation(opened: Open, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -141,6 +143,7 @@ def test_a_drag_looks_closer_and_a_key_shows_the_whole_step_again(opened: Open) 
     page.wait_for_function(f"{scale} === {whole}".replace("() => ", ""))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("value", "verb", "others"),
     [
@@ -246,6 +249,7 @@ def test_the_schemes_have_their_own_colours(opened: Open) -> None:
     assert light != dark and light_area != dark_area
 
 
+@pytest.mark.long
 def test_a_real_plan_has_a_page(opened: Open) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
@@ -262,6 +266,7 @@ def test_a_real_plan_has_a_page(opened: Open) -> None:
     assert op.name in page.text("#said") and f"{report.peak / 1e6:.1f} MB on the device" in page.text("#said")
 
 
+@pytest.mark.long
 def test_a_measured_time_is_said_to_end_with_backward(opened: Open) -> None:
     page = opened(replace(long_report(12), measured_us=4567.0))
     assert "4.6 ms\nto the end of backward" in page.text("#figures")
