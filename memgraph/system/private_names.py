@@ -145,6 +145,7 @@ LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules
     "torch._inductor.decomposition.select_decomp_table": "the ops that Inductor wants in place of others",
     "torch._inductor.custom_graph_pass.CustomKnapsackSolver": "the class of solvers that torch.compile takes",
     "torch._functorch.partitioners.estimate_runtime": "the flops of an op whose sizes are symbols",
+    "torch.distributed.checkpoint._nested_dict.flatten_state_dict": "a state is refused that a folder would change",
 }
 
 # Attributes of classes, or of their instances in `_samples`.
