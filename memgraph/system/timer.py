@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 ENOUGH_US = 30_000.0  # microseconds after which a function is not run again: some slices of a busy machine's time
 REPEATS = 5  # most runs, or batches of runs
+AGREED = 1.03  # the ratio of two times below which neither run was disturbed, so that no other one is needed
 LINE = 20  # most runs that are queued on a GPU before they are waited for
 LEAST_SHARE = 0.01  # of the clock's time, where this thread waited for a core in the rest of it
 CACHE = 32 << 20  # bytes that are read to flush the caches
@@ -35,17 +36,18 @@ def shortest_us(
 
     `run` must have been called before, because a first call also sets up its kernels. Time in which this thread waited
     for a core is left out. The least time is taken, not the median, because other work of the machine only adds to a
-    time. `replan.py` corrects times with those of real steps.
+    time; two runs that agree on it are enough. `replan.py` corrects times with those of real steps.
     """
-    least, spent, runs = float("inf"), 0.0, 0
+    least, second, spent, runs = float("inf"), float("inf"), 0.0, 0
     line = _line(run, device)
-    while not runs or (runs < most and spent < ENOUGH_US):
+    while not runs or (runs < most and spent < ENOUGH_US and second > least * AGREED):
         before()
         waited = waited_us()
         _, us = timed_us(partial(repeats, run, line), device)
         # Other work had this thread's core meanwhile; the rest of it can't be less than nothing by much.
         us = max(us - (waited_us() - waited), us * LEAST_SHARE)
-        least, spent, runs = min(least, us / line), spent + us, runs + 1
+        least, second = sorted((least, second, us / line))[:2]
+        spent, runs = spent + us, runs + 1
     return round(least, 1)
 
 

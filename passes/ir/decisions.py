@@ -175,23 +175,24 @@ class _Writer:
 
     def write(self) -> Trace:
         for op in self.trace.ops:
-            self._lines(self.before, op)
+            if op.name in self.before:
+                self._lines(self.before[op.name], op)
             if op.phase != "update" and op.name not in self.streamed and self.redefined.keys().isdisjoint(op.reads):
                 self.lines.append(op)  # most ops
             else:
                 self._define(op)
-            self._lines(self.after, op)
+            if op.name in self.after:
+                self._lines(self.after[op.name], op)
         outputs = tuple(
             (kind, self.on_tier[value].name if self._is_on_tier(value) else value) for kind, value in self.trace.outputs
         )
         return Trace(tuple(self.lines), outputs)
 
-    def _lines(self, places: dict[str, list[tuple[Line, str]]], op: Op) -> None:
+    def _lines(self, lines: list[tuple[Line, str]], op: Op) -> None:
         """Write the lines that decisions add at an op."""
-        if op.name in places:
-            phase = "backward" if op.phase == "update" else op.phase  # updates may run in backward
-            for line, value in places[op.name]:
-                line(self.trace.op[value], phase)
+        phase = "backward" if op.phase == "update" else op.phase  # updates may run in backward
+        for line, value in lines:
+            line(self.trace.op[value], phase)
 
     def _is_on_tier(self, value: str) -> bool:
         """Return True if the newest definition of `value` is on the tier."""
