@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from resource import RUSAGE_SELF, getrusage, struct_rusage
 from typing import Any
 
 import torch
@@ -62,8 +63,10 @@ Timer = Callable[[Callable[[], object], int], float]  # of a run and its workspa
 
 
 # A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
-# work as long: one that waits for other work of the machine is no measure.
+# work as long: one that waits for other work of the machine is no measure.  Nor is one that the kernel works for, since
+# that is new pages, and later runs get those of the first.
 LONG_US = 200_000.0
+KERNEL_SHARE = 0.05
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
 _known: dict[str, OpCost] = {}
 RUNS = 9
@@ -304,9 +307,9 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # the first run also needs the memory of tuning
-            began_s = time.process_time()
+            began = getrusage(RUSAGE_SELF)
             (result, first_us), allocated = measure_peak(partial(timed_us, run, device), device)
-            is_long = device.type == "cpu" and min(first_us, 1e6 * (time.process_time() - began_s)) >= LONG_US
+            is_long = device.type == "cpu" and first_us >= LONG_US and _has_computed(began)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -319,6 +322,13 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         del result, results
         us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
         return OpCost(Cost(round(us, 1), workspace), layouts, is_timed=is_long or timer is not None)
+
+
+def _has_computed(since: struct_rusage) -> bool:
+    """Return True if this process has computed for long, and the kernel hardly worked for it."""
+    used = getrusage(RUSAGE_SELF)
+    kernel, computed = used.ru_stime - since.ru_stime, used.ru_utime - since.ru_utime
+    return 1e6 * (computed + kernel) >= LONG_US and kernel <= KERNEL_SHARE * computed
 
 
 def cold_us(run: Callable[[], object], warm_us: float, device: torch.device, nbytes: int, room: int) -> float:

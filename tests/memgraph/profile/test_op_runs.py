@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator
 
@@ -14,12 +15,17 @@ from memgraph.profile import op_profiler
 
 RUNS: list[int] = []  # elements of each run
 WAIT_S = {"each run": 0.0}
+NEW_BYTES = {"each run": 0}
 
 
 @torch.library.custom_op("memgraph_op_runs::counted", mutates_args=())
 def counted(x: Tensor) -> Tensor:
     RUNS.append(x.numel())
     time.sleep(WAIT_S["each run"])
+    if new := NEW_BYTES["each run"]:
+        with mmap.mmap(-1, new) as pages:
+            for begin in range(0, new, mmap.PAGESIZE):
+                pages[begin] = 1
     return x.clone()
 
 
@@ -56,6 +62,7 @@ def test_an_op_whose_first_run_is_long_is_not_run_again_for_its_time(
     long_us: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op_profiler, "LONG_US", long_us)
+    monkeypatch.setattr(op_profiler, "KERNEL_SHARE", float("inf"))  # of a run of microseconds it is anything
     report = memgraph.plan(Counting(), torch.randn(32, 24), budget="1GB")
     assert [32 * 24] * times == RUNS  # one for its workspace, and one for its time, as the step needs no plan
     (op,) = [op for op in report.forecast.trace.ops if "counted" in op.fn]
@@ -71,8 +78,17 @@ def test_a_first_run_that_only_waits_is_no_measure_of_its_op(monkeypatch: pytest
 
 
 @pytest.mark.long
+def test_a_first_run_that_takes_new_pages_is_no_measure_of_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_profiler, "LONG_US", 10_000.0)
+    monkeypatch.setitem(NEW_BYTES, "each run", 256 << 20)
+    memgraph.plan(Counting(), torch.randn(32, 24), budget="1GB")
+    assert len(RUNS) == 2
+
+
+@pytest.mark.long
 def test_a_long_run_is_not_repeated_when_its_time_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "LONG_US", 0.0)
+    monkeypatch.setattr(op_profiler, "KERNEL_SHARE", float("inf"))
     model, x = Counting(), torch.randn(32, 24)
     memgraph.plan(model, x, budget="1GB")  # fits: no time is needed
     memgraph.sweep(model, x)
