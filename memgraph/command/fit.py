@@ -21,6 +21,7 @@ from ..fit.described_model import DescribedModel, ModelCall, config_model
 from ..fit.device_profile import DeviceProfile, profile_names, read_profile
 from ..fit.fit_result import FitResult
 from ..fit.fitted_step import FittedStep, Fitting
+from ..fit.heads import TEXT
 from ..fit.largest import Largest, largest
 from ..fit.other_sizes import guessed_trace
 from ..report.report import Report
@@ -31,7 +32,6 @@ from .output import NewPlan, save, say, write
 from .time_limit_option import Limit
 
 SIZES = ("batch", "seq")
-USUAL = {"batch": 1, "seq": 512}
 
 
 class Dtype(StrEnum):
@@ -54,12 +54,17 @@ def fit(
     budget: Annotated[str | None, typer.Option(help='bytes, as "24GB"; by default what the device has')] = None,
     most: Annotated[Sought | None, typer.Option("--max", help="find the largest that fits")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="samples; 1 by default")] = None,
-    seq: Annotated[int | None, typer.Option(min=2, help="tokens of a sample; 512 by default")] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=2, help="tokens of a sample, 512 by default; of sound 160,000 samples")
+    ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="of --max: 1 of batch, 64 of seq")] = None,
     dtype: Annotated[Dtype, typer.Option(help="of a configuration's parameters")] = Dtype.FLOAT32,
     optimizer: Annotated[
         str, typer.Option(help="of a configuration's parameters: none, or a class of torch.optim")
     ] = "adamw",
+    attention: Annotated[
+        str | None, typer.Option(help="of a configuration of transformers: as eager or sdpa; by default its own")
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="the rank of adapters, which alone are trained")] = None,
     accumulate: Annotated[bool, typer.Option("--accumulate", help="the step adds to gradients")] = False,
     output: NewPlan = None,
@@ -84,8 +89,9 @@ def fit(
     allowed = _budget(budget, profile)
     say(f"loading {target}")
     given = {name: size for name, size in {"batch": batch, "seq": seq}.items() if size is not None}
-    described = _described(target, given, partial(config_model, target, getattr(torch, dtype), optimizer, lora), most)
-    sized = _Sized(described, Fitting(profile, allowed, accumulate), {**USUAL, **given})
+    described = _described(target, partial(config_model, target, getattr(torch, dtype), optimizer, lora, attention))
+    _refuse_unread(described, target, given, most)
+    sized = _Sized(described, Fitting(profile, allowed, accumulate), {**described.sizes, **given})
     result = sized.planned(time_limit) if most is None else sized.largest(str(most), step)
     save(result.report, output)
     write(result, as_json)
@@ -106,23 +112,25 @@ def _budget(given: str | None, profile: DeviceProfile) -> int:
     return budget_within(given, profile.memory, profile.title or profile.name)
 
 
-def _described(
-    target: str, given: Iterable[str], of_config: Callable[[], DescribedModel], most: Sought | None
-) -> DescribedModel:
-    if not re.fullmatch(r".+:\w+", target):
-        try:
-            return of_config()
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-    factory = load_factory(target)
-    takes = [name for name in SIZES if name in inspect.signature(factory).parameters]
-    if most is not None and most not in takes:
-        raise typer.BadParameter(f"--max {most} calls the factory with {most}=, which it does not take; add it to it")
-    if unread := [f"--{name}" for name in given if name not in takes]:
-        raise typer.BadParameter(
-            f"{' and '.join(unread)} would change nothing, since the factory takes no such argument: add it to it"
-        )
-    return DescribedModel(partial(_made, factory, takes, target), target, sizes=tuple(takes))
+def _described(target: str, of_config: Callable[[], DescribedModel]) -> DescribedModel:
+    if re.fullmatch(r".+:\w+", target):
+        factory = load_factory(target)
+        takes = {name: TEXT[name] for name in SIZES if name in inspect.signature(factory).parameters}
+        return DescribedModel(partial(_made, factory, [*takes], target), target, sizes=takes)
+    try:
+        return of_config()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _refuse_unread(described: DescribedModel, target: str, given: Iterable[str], most: Sought | None) -> None:
+    """Refuse sizes on which the step does not depend."""
+    asked = {name: f"--{name}" for name in given} | ({} if most is None else {str(most): f"--max {most}"})
+    if unread := [option for name, option in asked.items() if name not in described.sizes]:
+        of_factory = "the factory takes no such argument: add it to it"
+        of_config = f"the sizes of {described.title} are those of its configuration"
+        why = of_factory if described.title == target else of_config
+        raise typer.BadParameter(f"{' and '.join(unread)} would change nothing, since {why}")
 
 
 def _made(factory: Callable[..., Any], takes: list[str], target: str, batch: int, seq: int) -> ModelCall:
@@ -170,7 +178,7 @@ class _Sized:
         return False
 
     def _call(self, sizes: dict[str, int]) -> ModelCall:
-        return self.described.call(sizes["batch"], sizes["seq"])
+        return self.described.call(sizes.get("batch", 1), sizes.get("seq", 1))
 
     def _captured(self, sizes: dict[str, int]) -> FittedStep:
         say(f"capturing {', '.join(f'{name} {size}' for name, size in sizes.items())}")

@@ -1,7 +1,7 @@
 """A model without bytes and its call, from a configuration of Hugging Face's.
 
 config_model("llama", ...)              the stock configuration of a type of model: 6.7B parameters
-config_model("my/config.json", ...)     a folder, or a file
+config_model("my/config.json", ...)     a folder, or a file; also of diffusers
 config_model("Qwen/Qwen3-8B", ...)      a name of the hub: in the local cache, or over the network
 
 Parameters are on device "meta": nothing is downloaded but the configuration, and nothing is allocated.
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..guards.module_proxy import WithLoss
-from ..system.user_warning import warn_user
+from . import denoisers
+from .heads import TEXT, WHOLE, Head, head_of, without_draws
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,40 +58,54 @@ class DescribedModel:
         call: makes the call for a number of samples and a number of tokens.
         title: what to call it.
         longest: the most tokens that it takes; None if its configuration does not say.
-        sizes: those on which the call depends, of "batch" and "seq".
+        sizes: those on which the call depends, of "batch" and "seq", with what they are if they are not given.
     """
 
     call: Callable[[int, int], ModelCall]
     title: str
     longest: int | None = None
-    sizes: tuple[str, ...] = ("batch", "seq")
+    sizes: Mapping[str, int] = field(default_factory=lambda: TEXT)
 
 
-def config_model(name: str, dtype: torch.dtype, optimizer: str, lora: int | None = None) -> DescribedModel:
-    """Return the causal language model of a configuration, called with labels.
+def config_model(
+    name: str, dtype: torch.dtype, optimizer: str, lora: int | None = None, attention: str | None = None
+) -> DescribedModel:
+    """Return the model of a configuration with the batch that trains it.
 
     Args:
-        name: a folder, a file, a type of model, or a name of the hub.
+        name: a folder, a file, a type of model, or a name of the hub; a file or folder may be of diffusers.
         optimizer: "none", or a class of `torch.optim` in any case, with its own defaults.
         lora: the rank of adapters of PEFT at all linear layers, which alone are trained.
+        attention: transformers' name of an implementation, as "sdpa" or "eager"; by default the model's own.
 
     Raises:
-        ValueError: there is no such configuration, it has no causal language model, or there is no such optimizer.
+        ValueError: there is no such configuration, no batch is known for it, or there is no such optimizer.
     """
-    config = _config(name)
-    model = _made(config, dtype, name)
+    config, head = denoisers.config_of(Path(name)), None
+    if config is None:
+        config = without_draws(_config(name))
+        head = head_of(config, name)
+        model, sizes, call = _made(config, head, dtype, name, attention), head.usual, partial(head.call, config)
+    else:
+        if attention is not None:
+            raise ValueError(f"{name!r} is of diffusers, whose models choose their attention by themselves")
+        model, sizes = nn.Module.to(denoisers.made(config, name), dtype).train(), WHOLE  # its own `to` logs advice
+        call = partial(_denoised, model)
+    title = f"{type(model).__name__} of {name}"
     if lora is not None:
-        model = _with_adapters(model, lora)
-    updates = optimizer_of(model, optimizer)
+        model, title = _with_adapters(model, lora), f"{title} with LoRA of rank {lora}"
+    updates, loss = optimizer_of(model, optimizer), None if head else denoisers.loss
 
-    def call(batch: int, seq: int) -> ModelCall:
-        ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
-        return ModelCall(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}, updates)
+    def called(batch: int, seq: int) -> ModelCall:
+        given = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, call(batch, seq))
+        return ModelCall(model, (), given, updates, loss)
 
     longest = next((getattr(config, key) for key in POSITIONS if getattr(config, key, None)), None)
-    base: Any = model
-    made = type(base if lora is None else base.get_base_model()).__name__
-    return DescribedModel(call, f"{made} of {name}" + f" with LoRA of rank {lora}" * (lora is not None), longest)
+    return DescribedModel(called, title, longest, sizes)
+
+
+def _denoised(model: nn.Module, batch: int, _: int) -> dict[str, Any]:
+    return denoisers.inputs(model, batch)
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
@@ -161,38 +178,14 @@ def _is_path(name: str) -> bool:
     return name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
-def _made(config: PreTrainedConfig, dtype: torch.dtype, name: str) -> nn.Module:
-    """Return the model of a configuration, ready to train.
-
-    Raises:
-        ValueError: it has no causal language model.
-    """
+def _made(config: PreTrainedConfig, head: Head, dtype: torch.dtype, name: str, attention: str | None) -> nn.Module:
+    """Return the model of a configuration, ready to train."""
     import transformers
 
-    names = list(getattr(config, "architectures", None) or ())
-    known = [getattr(transformers, each, None) for each in names]
-    named = next((each for each in known if each is not None and "CausalLM" in each.__name__), None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name!r} is a {config.model_type}, an encoder with a decoder, which is called with the inputs of both; "
-            "write a factory that returns the model and its arguments, and give FILE:FACTORY"
-        )
+    given = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            if named is not None:
-                made: nn.Module = named(config).to(dtype)
-            else:
-                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            made: nn.Module = getattr(transformers, head.auto).from_config(config, dtype=dtype, **given)
     except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(
-            f"{name!r} is a {config.model_type}, which has no causal language model; write a factory that returns the "
-            "model and its arguments, and give FILE:FACTORY"
-        ) from None
-    if names and type(made).__name__ not in names:
-        warn_user(
-            f"{name} is the configuration of {' and '.join(names)}, and what is planned is {type(made).__name__}, "
-            "called with labels: a factory, FILE:FACTORY, plans the other"
-        )
+        raise ValueError(f"transformers can't make {name!r}: {error}") from error
     return made.train()

@@ -94,7 +94,7 @@ def test_factories_may_make_real_tensors(factory: str, capsys: pytest.CaptureFix
     assert main(["fit", f"{factory}:real", "--device", "t4", "--json"]) == 0
     assert _found(capsys)["parameters"] == 72
     assert main(["fit", f"{factory}:real", "--device", "t4", "--max", "batch"]) == 2
-    assert "calls the factory with batch=" in capsys.readouterr().err
+    assert "--max batch would change nothing, since the factory takes no" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -191,3 +191,15 @@ def test_a_size_that_the_factory_does_not_take_is_refused_and_not_printed(
     assert "--batch and --seq would change nothing" in capsys.readouterr().err.replace("\n", " ")
     assert main(target) == 0
     assert "parameters; NVIDIA L4" in capsys.readouterr().out
+
+
+def test_a_size_that_is_the_configurations_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.ViTConfig(**small, image_size=16, patch_size=8).save_pretrained(tmp_path)
+    for option in (["--seq", "64"], ["--max", "seq"]):
+        assert main(["fit", str(tmp_path), "--device", "l4", *option]) == 2
+        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert (
+            f"{' '.join(option[: 2 if option[0] == '--max' else 1])} would change nothing, since the sizes of" in said
+        )
