@@ -131,8 +131,8 @@ class Report(ReportData, Printed):
     def explain(self, value: str, choice: str | None = None) -> Explanation:
         """Return why the plan does with a value what it does: what each choice costs at least, or what forbids it.
 
-            print(report.explain("layers.3.mlp"))          # the largest value that this submodule makes
-            report.explain("gelu_3", "offload").choices    # of a value by its name in the plan
+            print(report.explain("layers.3.mlp"))  # the largest value that this submodule makes
+            report.explain("gelu_3", "offload").choices  # of a value by its name in the plan
 
         Args:
             value: a value of the step by name, or the path of a submodule or parameter.

@@ -205,7 +205,10 @@ def _full(*_: object) -> None:
 def test_a_folder_that_is_of_another_training_is_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = on_ranks(2, _refused, tmp_path)
     assert first == second
-    assert first[0] == "the loading of /none has failed on rank 0: there is no checkpoint in /none; give a folder of save_sharded"
+    assert (
+        first[0]
+        == "the loading of /none has failed on rank 0: there is no checkpoint in /none; give a folder of save_sharded"
+    )
     assert "it is of another model: 'bias' is only in one of them; nothing was changed" in first[1]
     assert "it is Adam's, and SGD was given; make the same optimizer; nothing was changed" in first[2]
     assert "it has 1 group, and the optimizer has 5" in first[3]
