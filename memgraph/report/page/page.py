@@ -58,7 +58,9 @@ from ..report_data import ReportData
 from ..tables import printed
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("columns", "text", "curves", "memory", "queues", "buffers", "tables", "budgets", "head", "events", "page")
+SCRIPTS = (
+    "columns", "text", "curves", "memory", "queues", "buffers", "lives", "tables", "budgets", "head", "events", "page",
+)  # fmt: skip
 FORMAT = 1  # of the data
 Columns = dict[str, Any]
 Column = list[Any]

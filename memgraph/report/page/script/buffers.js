@@ -24,6 +24,69 @@ function largestAt({ lives }, op, most) {
   return { count, found };
 }
 
+/** Return the groups of lifetimes that are alike but for numbers in their names, as layers are. */
+function groupsOf(plan) {
+  if (plan.groups) return plan.groups;
+  const { kind, maker, count } = plan.lives,
+    known = new Map(),
+    of = new Int32Array(count),
+    titles = [];
+  for (let i = 0; i < count; i++) {
+    const title = titleOf(plan, maker[i]).replace(/(?<=\.|^)\d+(?=\.|$| )|(?<=_)\d+\b/g, "*"),
+      key = `${kind[i]} ${title}`;
+    if (!known.has(key)) {
+      known.set(key, titles.length);
+      titles.push(title);
+    }
+    of[i] = known.get(key);
+  }
+  return (plan.groups = { of, titles });
+}
+
+/** Return how many are on the device while an op runs, and the largest groups of them as {title, nbytes, members}. */
+function largestGroups(plan, op, most) {
+  const { first, length, nbytes, count } = plan.lives,
+    { of, titles } = groupsOf(plan),
+    sums = new Float64Array(titles.length),
+    members = new Map();
+  let all = 0;
+  for (let i = 0; i < count; i++) {
+    if (first[i] > op || op > first[i] + length[i] || nbytes[i] === 0) continue;
+    all++;
+    sums[of[i]] += nbytes[i];
+    if (!members.has(of[i])) members.set(of[i], []);
+    members.get(of[i]).push(i);
+  }
+  const found = [...members.keys()].sort((a, b) => sums[b] - sums[a]).slice(0, most);
+  const made = ({ title, group }) => ({ title, nbytes: sums[group], members: members.get(group) });
+  return {
+    count: all,
+    found: found.map((group) => {
+      const only = members.get(group).length === 1;
+      return made({ title: only ? titleOf(plan, plan.lives.maker[members.get(group)[0]]) : titles[group], group });
+    }),
+  };
+}
+
+/** Return the rows of a roll-up: bytes and buffers on the device while an op runs, of each module with all in it. */
+function modulesAt(plan, op) {
+  const rows = new Map();
+  for (const life of liveAt(plan, op)) {
+    const { module } = placeOf(plan.where(plan.lives.maker[life])),
+      path = module ? module.split(".") : ["(none)"];
+    for (let depth = 1; depth <= path.length; depth++) {
+      const name = path.slice(0, depth).join("."),
+        row = rows.get(name) ?? { name, nbytes: 0, count: 0, byKind: new Map() },
+        kind = plan.lives.kind[life];
+      row.nbytes += plan.lives.nbytes[life];
+      row.count++;
+      row.byKind.set(kind, (row.byKind.get(kind) ?? 0) + plan.lives.nbytes[life]);
+      rows.set(name, row);
+    }
+  }
+  return [...rows.values()].sort((a, b) => b.nbytes - a.nbytes || a.name.localeCompare(b.name));
+}
+
 /** Return the value that a lifetime is of: the op that made it first. */
 const valueOf = (plan, life) => plan.ops.of[plan.lives.maker[life]];
 
@@ -150,5 +213,29 @@ function storyOf(plan, life, kinds) {
     ...(others.length
       ? [el("p", null, "Instead:"), list(others)]
       : [el("p", { class: "quiet" }, "There is no other choice for it.")]),
+  ];
+}
+
+/** Return the elements that list the buffers of a group, each of which has a story. */
+function groupStory(plan, { title, nbytes, members }, tell) {
+  const { lives } = plan;
+  return [
+    el("h3", null, `${members.length} buffers: ${title}`),
+    el("p", null, `${mb(nbytes)} in all.`),
+    el(
+      "ul",
+      { class: "rows" },
+      ...members.map((life) =>
+        el(
+          "li",
+          null,
+          el(
+            "button",
+            { type: "button", onclick: () => tell(life) },
+            `${titleOf(plan, lives.maker[life])}, ${mb(lives.nbytes[life])}`,
+          ),
+        ),
+      ),
+    ),
   ];
 }

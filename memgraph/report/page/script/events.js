@@ -39,22 +39,34 @@ function hold(op) {
 /** Tell the story of a buffer. */
 function tell(life) {
   state.life = life;
+  showStory(storyOf(state.plan, life, data.kinds));
+}
+
+/** List the buffers of a group. */
+function tellGroup(group) {
+  state.life = null;
+  showStory(groupStory(state.plan, group, tell));
+}
+
+function showStory(parts) {
   const story = byId("story"),
     close = el(
       "button",
       { type: "button", onclick: () => ((story.hidden = true), (state.life = null), mark()) },
       "Close",
     );
-  story.replaceChildren(...storyOf(state.plan, life, data.kinds), close);
+  story.replaceChildren(...parts, close);
   story.hidden = false;
   story.focus({ preventScroll: true });
   story.scrollIntoView({ block: "nearest" });
   mark();
 }
 
-function showAll() {
+/** Show the table of the buffers at the op; with `words`, those in whose row they stand. */
+function showAll(words) {
   state.held = true;
   byId("which").value = "Buffers at this op";
+  if (typeof words === "string") byId("filter").value = words;
   tables.show();
   mark();
   byId("which").focus();
@@ -110,7 +122,7 @@ function onKey(event) {
     moving = true;
     hold(goals[event.key]);
     moving = false;
-    tables.showIf("Buffers at this op");
+    for (const name of ["Buffers at this op", "Modules at this op"]) tables.showIf(name);
     announce();
   } else if (event.key === "+" || event.key === "=") closer(0.5);
   else if (event.key === "-") closer(2);

@@ -17,16 +17,8 @@ const STACK = [
 const GUTTER = 76; // pixels of the left axis, the same in both charts
 const EDGE = 12; // pixels right of them
 
-/** Return the largest value of the axis of bytes, and whether the budget is on it. */
-function heightOf(plan, other) {
-  const top = Math.max(
-    plan.total[plan.peakIndex] ?? 0,
-    most(plan.captured.total),
-    plan.measured ?? 0,
-    other ? most(other.total) : 0,
-  );
-  return { top, withBudget: plan.budget <= 2 * top };
-}
+/** Return the largest of `values` at the ops that a chart shows, one a pixel. */
+const topOf = (found, values) => found.reduce((top, i) => (i < 0 ? top : Math.max(top, values[i])), 0);
 
 /** Return the unit of an axis of bytes: what a value is divided by, and its name. */
 const unitOf = (top) => (top >= 2e9 ? [1e9, "GB"] : top >= 2e5 ? [1e6, "MB"] : top >= 2e3 ? [1e3, "kB"] : [1, "B"]);
@@ -38,10 +30,9 @@ function memoryChart(state, place, width) {
   const other = state.beside;
   const found = largest(edgesOf(plan, axis), plan.total, low, high, count);
   const xs = Array.from({ length: count + 1 }, (_, i) => low + ((high - low) * i) / count);
-  const behind = curveOf(
-    largest(capturedEdges(plan, axis), plan.captured.total, low, high, count),
-    plan.captured.total,
-  );
+  const foundBehind = largest(capturedEdges(plan, axis), plan.captured.total, low, high, count),
+    foundBeside = other ? largest(besideEdges(plan, other, axis), other.total, low, high, count) : [];
+  const behind = curveOf(foundBehind, plan.captured.total);
   const shown = STACK.map((kind) => [kind, data.kinds.indexOf(kind)]).filter(([, k]) => plan.has[k]);
   const layers = [],
     sum = new Float64Array(found.length);
@@ -49,8 +40,15 @@ function memoryChart(state, place, width) {
     for (let at = 0; at < found.length; at++) if (found[at] >= 0) sum[at] += plan.byKind[k][found[at]];
     layers.unshift({ kind, curve: toTheEdge(Array.from(sum, (each, at) => (found[at] < 0 ? null : each))) });
   }
-  const { top, withBudget } = heightOf(plan, other);
-  const most = 1.08 * Math.max(top, withBudget ? plan.budget : 0, 1);
+  // As high as what is shown; a line that is more than twice as high would press the curves to the ground.
+  const top = Math.max(
+    topOf(found, plan.total),
+    topOf(foundBehind, plan.captured.total),
+    other ? topOf(foundBeside, other.total) : 0,
+    1,
+  );
+  const isNear = (nbytes) => nbytes !== null && nbytes <= 2 * top;
+  const most = 1.08 * Math.max(top, ...[plan.budget, plan.measured].filter(isNear));
   const stepped = uPlot.paths.stepped({ align: 1 }),
     page = colour("page");
   const line = (name, dash) => ({ stroke: colour(name), width: 1.5, dash, paths: stepped, points: { show: false } });
@@ -69,7 +67,7 @@ function memoryChart(state, place, width) {
   const curves = [xs, behind, ...layers.map((layer) => layer.curve), behind];
   if (other) {
     series.push(line("beside", [8, 3]));
-    curves.push(curveOf(largest(besideEdges(plan, other, axis), other.total, low, high, count), other.total));
+    curves.push(curveOf(foundBeside, other.total));
   }
   const [unit, unitName] = unitOf(most);
   const chart = new uPlot(
@@ -92,7 +90,7 @@ function memoryChart(state, place, width) {
         },
       ],
       hooks: {
-        draw: [(chart) => drawLevels(chart, state, withBudget), state.onDraw],
+        draw: [(chart) => drawLevels(chart, state), state.onDraw],
         setCursor: [state.onCursor],
         setSelect: [state.onSelect],
       },
@@ -101,12 +99,12 @@ function memoryChart(state, place, width) {
     place,
   );
   state.kinds = shown.map(([kind, k]) => ({ kind, k }));
-  state.withBudget = withBudget;
+  state.withBudget = isNear(plan.budget);
   return chart;
 }
 
 /** Draw lines of bytes across the chart, and on an axis of time the proven bound and the step as it is. */
-function drawLevels(chart, state, withBudget) {
+function drawLevels(chart, state) {
   const { plan, axis, stop } = state,
     { left, top, width, height } = chart.bbox;
   const level = (nbytes, name, dash, label) => {
@@ -133,7 +131,7 @@ function drawLevels(chart, state, withBudget) {
     level(stop.budget, "beside", [], `budget ${mb(stop.budget)}`);
     level(stop.peak, "beside", [3, 3]);
   }
-  if (withBudget) level(plan.budget, "budget", [], `budget ${mb(plan.budget)}`);
+  if (state.withBudget) level(plan.budget, "budget", [], `budget ${mb(plan.budget)}`);
   level(plan.measured, "measured", [6, 4]);
   if (axis !== "time") return;
   mark(plan.bound_us, "bound", "bound", 0);

@@ -1,6 +1,6 @@
 // The state of the page: the plan, the op, and what of the step is shown. The scripts before it share its scope.
 
-const SHOWN = 10; // buffers in the list beside the chart
+const SHOWN = 14; // groups of buffers in the list beside the chart
 
 performance.mark("begin");
 const data = JSON.parse(byId("data").textContent);
@@ -27,6 +27,7 @@ const state = {
   onStop,
   hold,
   tell,
+  showAll,
 };
 let memory = null,
   queues = null,
@@ -85,32 +86,28 @@ function at(op) {
   );
   for (const { kind, k } of state.kinds)
     byId("kinds").querySelector(`[data-kind="${kind}"] .bytes`).textContent = mb(plan.byKind[k][op]);
-  const { count, found } = largestAt(plan, op, SHOWN);
+  const { count, found } = largestGroups(plan, op, SHOWN),
+    shown = found.reduce((sum, { members }) => sum + members.length, 0);
   byId("live-title").textContent = `On the device while it runs: ${count} buffers`;
   byId("live").replaceChildren(
-    ...found.map((life) =>
+    ...found.map((group) =>
       el(
         "li",
         null,
         el(
           "button",
-          { type: "button", onclick: () => tell(life) },
-          swatch(data.kinds[plan.lives.kind[life]]),
-          el("span", { class: "what" }, titleOf(plan, plan.lives.maker[life])),
-          el("span", { class: "bytes" }, mb(plan.lives.nbytes[life])),
+          { type: "button", onclick: () => (group.members.length > 1 ? tellGroup(group) : tell(group.members[0])) },
+          swatch(data.kinds[plan.lives.kind[group.members[0]]]),
+          el("span", { class: "what" }, group.title),
+          el("span", { class: "bytes" }, `${group.members.length > 1 ? `${group.members.length} x, ` : ""}${mb(group.nbytes)}`),
         ),
       ),
     ),
-    ...(count > found.length
-      ? [
-          el(
-            "li",
-            null,
-            el("button", { type: "button", onclick: showAll }, `and ${count - found.length} more, in the table`),
-          ),
-        ]
+    ...(count > shown
+      ? [el("li", null, el("button", { type: "button", onclick: showAll }, `and ${count - shown} more, in the table`))]
       : []),
   );
+  byId("lives").replaceChildren(...barsOf(state));
   step.setAttribute("aria-valuemax", plan.count);
   step.setAttribute("aria-valuenow", op + 1);
   step.setAttribute("aria-valuetext", `op ${op + 1} of ${plan.count}`);

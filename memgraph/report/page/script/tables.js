@@ -55,6 +55,7 @@ function tablesOf(state) {
     Decisions: () => decisionTable(state, places, goto),
     "Buffers at the peak": () => lives(plan.peakIndex),
     "Buffers at this op": () => lives(state.op),
+    "Modules at this op": () => moduleTable(state),
     Ops: () => ({
       columns: ["op number", "name", "op", "module", "line", "phase", "begins", "takes", "on the device"],
       count: plan.count,
@@ -119,6 +120,24 @@ function tablesOf(state) {
       },
     });
   return tables;
+}
+
+function moduleTable({ plan, op, kinds, showAll }) {
+  const rows = modulesAt(plan, op);
+  return {
+    columns: ["module", "on the device", "buffers", ...kinds.map(({ kind }) => kind)],
+    count: rows.length,
+    numbers: new Set(["buffers", ...kinds.map(({ kind }) => kind)]),
+    row: (i) => {
+      const { name, nbytes, count, byKind } = rows[i];
+      return [
+        { text: name, go: () => showAll(name) },
+        mb(nbytes),
+        `${count}`,
+        ...kinds.map(({ k }) => (byKind.has(k) ? mb(byKind.get(k)) : "")),
+      ];
+    },
+  };
 }
 
 function decisionTable({ plan }, places, goto) {

@@ -96,3 +96,13 @@ def test_a_string_stands_in_the_table_once() -> None:
 def test_a_sweep_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match=r"sweep is a list with a str; give what memgraph\.sweep returned"):
         page(long_report(3), sweep=["8GB"])  # type: ignore[list-item]
+
+
+def test_no_colour_stands_for_two_things() -> None:
+    style = (FOLDER / "page.css").read_text()
+    work = {"forward", "backward", "again", "wait", "update", "copy", "out", "back", "net"}
+    for scheme in style.split("@media (prefers-color-scheme: dark)"):
+        colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", scheme))
+        of_work = {colours[name] for name in work}
+        assert len(of_work) == len(work)
+        assert of_work.isdisjoint(colour for name, colour in colours.items() if name not in work)

@@ -143,6 +143,77 @@ def test_a_drag_looks_closer_and_a_key_shows_the_whole_step_again(opened: Open) 
     page.wait_for_function(f"{scale} === {whole}".replace("() => ", ""))
 
 
+def test_the_axis_of_bytes_is_as_high_as_what_is_shown(opened: Open) -> None:
+    report = long_report(12)
+    page = opened(report).page
+    page.locator("#step").focus()
+    page.keyboard.press("Home")
+    whole = page.evaluate(LINE)["max"]
+    for _ in range(5):
+        page.keyboard.press("+")
+    assert page.evaluate(LINE)["max"] < 0.8 * whole >= 0.8 * report.peak
+
+
+def test_lives_are_bars_on_the_axis_and_open_their_stories(opened: Open) -> None:
+    report = long_report(12)
+    forecast = report.forecast
+    page = opened(report)
+    page.page.locator("#step").focus()
+    page.page.keyboard.press("Home")
+    op = forecast.trace.index["mm_4"] + 1
+    for _ in range(op):
+        page.page.keyboard.press("ArrowRight")
+    rows = page.page.locator("#lives li")
+    assert rows.count() == min(12, sum(life.nbytes > 0 for life in forecast.live_at(op)))
+    bar = page.page.locator("#lives button[aria-label*='offload']").first
+    first, last = map(int, re.findall(r"op (\d+) to (\d+)", bar.get_attribute("aria-label"))[0])
+    over, box = page.page.locator("#memory .u-over").bounding_box(), bar.bounding_box()
+    per_op = over["width"] / len(forecast.trace.ops)
+    assert box["x"] == pytest.approx(over["x"] + (first - 1) * per_op, abs=1.5)
+    assert box["width"] == pytest.approx((last - first + 1) * per_op, abs=1.5)
+    again = bar.locator("xpath=..").locator("button")
+    assert again.count() == 2 and bar.locator("xpath=..").locator("hr").count() == 1  # it goes, and comes back
+    again.nth(1).click()
+    assert "offload: " in page.text("#story")
+
+
+def test_layers_are_one_row_that_lists_them(opened: Open) -> None:
+    page = opened(long_report(12))
+    row = page.page.locator("#live button", has_text=" x, ").first
+    title, count = row.locator(".what").inner_text(), int(row.locator(".bytes").inner_text().split(" x, ")[0])
+    assert "*" in title and count > 1
+    row.click()
+    assert page.text("#story h3") == f"{count} buffers: {title}"
+    assert page.page.locator("#story .rows button").count() == count
+    page.page.locator("#story .rows button").first.click()
+    assert page.text("#story h3").startswith("Buffer ") and page.page.locator(".life").is_visible()
+
+
+def test_modules_have_the_bytes_of_all_that_is_in_them(opened: Open) -> None:
+    report = long_report(12)
+    page = opened(report)
+    page.page.select_option("#which", "Modules at this op")
+    trace = report.forecast.trace
+    live = [life for life in report.forecast.live_at(report.forecast.peak_index) if life.nbytes]
+    named = [life for life in live if trace.op[life.producer].where.startswith("blocks.3.")]
+    page.page.fill("#filter", "blocks.3")
+    rows = [row.split("\t") for row in page.texts("#table tbody tr")]
+    whole = next(row for row in rows if row[0] == "blocks.3")
+    assert int(whole[2]) == len(named)
+    page.page.get_by_role("button", name="blocks.3", exact=True).click()
+    assert page.page.locator("#which").input_value() == "Buffers at this op"
+    assert page.page.locator("#table tbody tr").count() == len(named)
+
+
+def test_a_wide_screen_is_filled(opened: Open) -> None:
+    page = opened(long_report(12)).page
+    page.set_viewport_size({"width": 2200, "height": 1000})
+    page.wait_for_timeout(200)
+    assert page.locator("#memory .u-over").bounding_box()["width"] > 1400
+    aside = page.locator("aside").bounding_box()
+    assert aside["x"] + aside["width"] > 2150
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("value", "verb", "others"),
