@@ -38,6 +38,7 @@ from passes import Trace, predict
 NAMES = (
     "gpt2", "llama", "gemma3", "phi3", "gpt_neox", "bloom", "falcon", "opt", "bert", "distilbert", "albert", "esm",
     "mixtral", "t5", "vit", "convnext_v2", "segformer", "lstm", "transformer_encoder", "unet",
+    "bart", "whisper", "swin", "deberta_v2", "electra",  # tried once `fit` was written, and never while it was
 )  # fmt: skip
 SOURCES = ("parameters", "inputs", "gradients", "states", "saved", "update", "peak")
 RESULTS = Path(__file__).parent / "results" / "fit.md"

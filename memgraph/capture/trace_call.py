@@ -27,6 +27,7 @@ from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured
 from ..graph.gradient_sums import sum_grads_early
 from ..opaque.recorder import Recorder
+from ..system.own_attributes import attributes_of
 from ..tensors.loss_outputs import OutputSelector
 from .call.call import Call
 from .constant_fake_mode import ConstantFakeMode
@@ -135,7 +136,7 @@ def _holders(tensors: list[Tensor], number: int) -> list[str]:
         own.append(others)
         if isinstance(holder, CellType):
             return [*found, "a variable of an enclosing function"]
-        named: Any = getattr(holder, "__dict__", {})
+        named: Any = vars(holder) if isinstance(holder, type) else attributes_of(holder) or {}
         if isinstance(holder, dict):
             named, holder = holder, _owner(holder)
         name = _name(named, thing)
@@ -149,7 +150,7 @@ def _holders(tensors: list[Tensor], number: int) -> list[str]:
 def _owner(attributes: dict[Any, Any]) -> Any:
     """Return the object that has a dict as its attributes; the dict itself, if there is no such object."""
     for each in gc.get_referrers(attributes):
-        if getattr(each, "__dict__", None) is attributes:
+        if attributes_of(each) is attributes:
             return each
     return attributes
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..system.own_attributes import attributes_of
 from ..tensors.counted_number import CountedNumber, Formula
 from ..tensors.expressions import variables
 from ..tensors.pytree import CONSTANTS as LEAVES
@@ -106,7 +107,7 @@ def _inside(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if isinstance(value, type | Tensor | nn.Module | FunctionType | ModuleType):
         return []
-    return [(INSIDE, own)] if isinstance(own := getattr(value, "__dict__", None), dict) else []
+    return [(INSIDE, own)] if (own := attributes_of(value)) is not None else []
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..system.own_attributes import attributes_of
 from .checks import Checks, items_of
 from .contents import (
     NAMESPACES,
@@ -196,7 +197,7 @@ class AttributeWalk:
 
     def _describe_own(self, thing: Any, depth: int) -> None:
         """Describe the attributes of a thing that is described otherwise."""
-        if attributes := getattr(thing, "__dict__", None):
+        if attributes := attributes_of(thing):
             self._describe_attributes(thing, attributes, depth)
 
     def _describe_module(self, module: nn.Module, depth: int) -> None:
@@ -276,7 +277,7 @@ class AttributeWalk:
             self._describe_container(thing, base, depth)
         elif (plain := value_of(thing)) is not None:  # of a number or a text of one's own class
             self.tokens.append(constant_key(plain))
-        if isinstance(attributes := getattr(thing, "__dict__", None), dict):
+        if (attributes := attributes_of(thing)) is not None:
             self._describe_attributes(thing, attributes, depth)
         self._describe_slots(thing, depth)
         if base is None and not slots(thing) and attributes is None:

@@ -17,7 +17,9 @@ from typing import Any, Generic, Protocol
 import torch
 
 from ..system.entered_code import PACKAGES, is_watched
+from ..system.own_attributes import file_of
 
+STATEFUL = ("torch.distributions.transforms", "torch.nn.utils.")  # of torch: transforms, and hooks for weights
 PLAIN = (object, ABC, Generic, Protocol)  # bases that have no attributes of their own
 
 
@@ -56,7 +58,7 @@ def module_of(thing: Any) -> str:
 def is_library(name: str) -> bool:
     if name == "builtins" or name in sys.builtin_module_names:
         return True
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = file_of(name)
     if file is None:  # a built-in part of a package, or the session
         return name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
     return not is_watched(file)
@@ -64,7 +66,7 @@ def is_library(name: str) -> bool:
 
 def _file(name: str) -> Path:
     for each in (name, name.partition(".")[0]):
-        if file := getattr(sys.modules.get(each), "__file__", None):
+        if file := file_of(each):
             return Path(file)
     return Path()
 
@@ -75,4 +77,11 @@ def is_configuration(thing: Any) -> bool:
 
 def is_from_torch(thing: Any) -> bool:
     """Optimizers, handles of hooks, process groups: their insides change, and forward does not read them."""
-    return type(thing).__module__.partition(".")[0] == "torch" and type(thing) is not torch.Size
+    kind = type(thing)
+    return kind.__module__.partition(".")[0] == "torch" and kind is not torch.Size and not has_own_state(kind)
+
+
+def has_own_state(kind: type) -> bool:
+    """Return True for a class of a library whose objects are read by its own code, as the user's are by theirs."""
+    name = module_of(kind)
+    return name.startswith(STATEFUL) or name.partition(".")[0] not in ("torch", "memgraph", "passes")

@@ -14,11 +14,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..system.own_attributes import attributes_of
 from .checks import items_of
 from .contents import NAMESPACES, STATES, IdentityKey, is_weak
 from .module_attributes import CONSTANTS, AttributeWalk
@@ -132,14 +133,17 @@ class VariableWalk(PlainWalk):
         else:
             super()._describe_new(thing, depth)
             if is_open(kind) and not isinstance(thing, type):  # a class has another `__dict__` each time it is asked
-                inside = getattr(thing, "__dict__", None)
+                inside = attributes_of(thing)
                 self.tokens += [IdentityKey(kind), inside if inside is None else IdentityKey(inside)]
                 self.checks.keep([inside])
-                self.checks.add(lambda: (type(thing), id(getattr(thing, "__dict__", None))))
+                self.checks.add(lambda: (type(thing), id(attributes_of(thing))))
+                self._describe_slots(thing, depth)
+            elif isinstance(thing, MethodType):  # attributes that are no slots have a scope of their own
+                self._describe_slots(thing.__self__, depth)
 
     def _is_inside(self, thing: Any, depth: int) -> bool:
         """Return True for an object in a container, or a container of its own class; any other has its own scope."""
-        is_inside = depth > DEPTH or isinstance(thing, dict | list | tuple) or not hasattr(thing, "__dict__")
+        is_inside = depth > DEPTH or isinstance(thing, dict | list | tuple) or attributes_of(thing) is None
         return is_inside and (type(thing) in NAMESPACES or is_open(type(thing)))
 
     def _describe_scope(self, scope: Scope, ignored: Mapping[Place, object]) -> None:
@@ -207,6 +211,7 @@ def _is_registry(value: Any, depth: int = 0) -> bool:
 def _counts(name: str, value: Any, scope: Scope) -> bool:
     """Return True for what may change: in installed packages plain values alone, and what someone may replace."""
     if scope.is_installed:
-        return type(value) in (*CONSTANTS, *STATES) or isinstance(value, (Tensor, *TOLD)) or _is_registry(value)
+        is_plain = type(value) in (*CONSTANTS, *STATES) or isinstance(value, (Tensor, *TOLD)) or _is_registry(value)
+        return is_plain or callable(value)
     is_pythons = str(name).startswith("__") and str(name).endswith("__") and not isinstance(value, FunctionType)
     return not is_pythons and not isinstance(value, ModuleType)

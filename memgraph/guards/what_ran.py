@@ -10,6 +10,7 @@ are named.  What is entered is noted before its first line, so that what it chan
 
 from __future__ import annotations
 
+import enum
 import gc
 import inspect
 import logging
@@ -25,13 +26,14 @@ from torch import Tensor, fx, nn
 
 from ..system.entered_code import is_watched
 from ..system.frames import MEMGRAPH
+from ..system.own_attributes import attributes_of
 from .cleared_caches import FunctionCache
 from .code_reads import UNTOLD, CodeReads, code_reads, mentions_any
 from .contents import NAMESPACES, STATES, container_of, reached_from
 from .found_functions import AROUND, MISSING, WRAPPERS, FoundFunctions, codes, defaults_of
 from .module_attributes import CONSTANTS
 from .module_proxy import ModuleProxy
-from .packages import is_installed, is_library, is_open, module_of
+from .packages import has_own_state, is_installed, is_library, is_open, module_of
 from .variable_scope import WHOLE, OuterVariable, Reads, Scope, Whole, cell_contents, has_read, mentions
 
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -39,7 +41,6 @@ CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the cap
 FOUND_BY = dict.fromkeys(("getenv", "getenvb", "expanduser", "expandvars"), (os, "environ"))  # what these read
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
-HOLDERS = ("collections", "configparser", "multiprocessing", "threading")  # of Python's library
 GROUPS = "param_groups"  # alone of an optimizer counts: its states differ in each step
 DEPTH = 3  # how far objects in attributes of objects are looked into
 MANY = 1_000  # entries of a container that are looked at
@@ -268,7 +269,7 @@ class WhatRan:
                 title, owner, installed = value.__name__, vars(value), is_installed(value)
             elif isinstance(value, FunctionType):
                 title, owner = value.__qualname__, vars(value)
-            elif isinstance(value, Tensor | nn.Module) or not isinstance(getattr(value, "__dict__", None), dict):
+            elif isinstance(value, Tensor | nn.Module) or attributes_of(value) is None:
                 return
             else:
                 inside = vars(value)
@@ -308,9 +309,8 @@ class WhatRan:
         if isinstance(value, torch.optim.Optimizer):
             self._optimizers.append(value)
             self._mention(set())
-        attributes = getattr(value, "__dict__", None)
         self._enter_class(type(value))
-        inside = [*reached_from(value, MANY), *(attributes.values() if isinstance(attributes, dict) else ())]
+        inside = [*reached_from(value, MANY), *(attributes_of(value) or {}).values()]
         if isinstance(value, MethodType):
             self._enter_object(type(value.__self__).__qualname__, value.__self__, 0)
         for each in list(inside):
@@ -329,15 +329,17 @@ class WhatRan:
                 inherited = _names_of(base.__mro__[1:])
                 self._whole[id(base)] = whole = Whole(base.__qualname__, base, is_installed(base), 0, inherited)
                 self._name_attributes(whole)
-                for value in vars(base).values():
+                for name, value in vars(base).items():
                     if isinstance(value, WRAPPERS):
                         self._hold(value)
+                    elif isinstance(value, enum.Enum):  # a loop or a call finds it without its name
+                        self._add(f"{base.__qualname__}.{name}.{{}}", False, vars(value), ("_value_",))
+                        self._enter_object(f"{base.__qualname__}.{name}", value, 0)
 
     def _enter_object(self, title: str, thing: Any, depth: int, installed: bool = False) -> None:
         """Let attributes of an object count once they are named, and those of objects among them."""
-        inside = getattr(thing, "__dict__", None)
-        kind = type(thing)
-        if not isinstance(inside, dict) or id(inside) in self._whole or depth > DEPTH:
+        inside, kind = attributes_of(thing), type(thing)
+        if inside is None or id(inside) in self._whole or depth > DEPTH:
             return
         if isinstance(thing, Tensor | nn.Module | type | FunctionType | ModuleType):
             return
@@ -345,13 +347,13 @@ class WhatRan:
         if kind in NAMESPACES or is_open(kind):
             self._whole[id(inside)] = whole = Whole(title, inside, installed, depth, _names_of(kind.__mro__))
             self._name_attributes(whole)
-        elif kind.__module__.partition(".")[0] in HOLDERS and kind not in STATES:  # nothing tells what its methods read
+        elif has_own_state(kind) and kind not in STATES:  # nothing tells what its methods read
             self._add_whole(title, inside)
 
     def _name_attributes(self, whole: Whole) -> None:
         content = whole.owner if isinstance(whole.owner, dict) else vars(whole.owner)
         names = set(content) if self.takes_any else self._names & content.keys()
-        if self.takes_any and not whole.is_installed and isinstance(whole.owner, dict):
+        if self.takes_any and not whole.is_installed:
             self._add_whole(whole.title, whole.owner)
         absent = self._names & whole.inherited if whole.is_installed else self._names
         self._add(f"{whole.title}.{{}}", whole.is_installed, whole.owner, names | absent)
@@ -360,7 +362,7 @@ class WhatRan:
                 self._hold(content[name], min(whole.depth, 1))
                 self._enter_object(f"{whole.title}.{name}", content[name], whole.depth + 1, whole.is_installed)
 
-    def _add_whole(self, title: str, owner: dict[str, Any]) -> None:
+    def _add_whole(self, title: str, owner: dict[str, Any] | type) -> None:
         """Let all attributes of an object count, those that it may get included."""
         if id(owner) not in self._taken:
             self._taken.add(id(owner))

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from ..errors import CaptureError
+from ..system.own_attributes import attributes_of
 from ..tensors.pytree import CONSTANTS, Spec, flatten
 from .containers import restore_container
 from .read_objects import noting_modules
@@ -157,8 +158,8 @@ def _filled(now: Any, value: Any) -> Any:
         items = [*map(_filled, now, value)]
         return now if all(map(is_, items, now)) else tuple(items)
     if not isinstance(now, dict | list | deque):
-        inside = getattr(now, "__dict__", None)
-        if not isinstance(inside, dict) or isinstance(now, nn.Module | type):
+        inside = attributes_of(now)
+        if inside is None or isinstance(now, nn.Module | type):
             return value
         _filled(inside, vars(value))
     elif isinstance(now, dict):

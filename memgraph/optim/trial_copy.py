@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UpdateError
+from ..system.own_attributes import attributes_of
 from ..tensors.parameter_groups import held_optimizers, parameter_groups
 
 LEFT_OUT = ("state", "param_groups", "step", "zero_grad", "grad_scale", "found_inf")  # replaced methods, and a scaler's
@@ -133,6 +134,4 @@ def _is_tied(value: Any, numbers: Set[int], known: Container[int], depth: int = 
     if isinstance(value, Tensor | optim.Optimizer) or depth > DEPTH:
         return id(value) in numbers and id(value) not in known
     inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ()
-    return any(
-        _is_tied(each, numbers, known, depth + 1) for each in (*inside, *getattr(value, "__dict__", {}).values())
-    )
+    return any(_is_tied(each, numbers, known, depth + 1) for each in (*inside, *(attributes_of(value) or {}).values()))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, optim
 
 from ..system.device import CPU
+from ..system.own_attributes import attributes_of
 from ..system.profiler_thread import run_unprofiled
 from ..tensors.parameter_groups import parameter_groups, state_tensors
 from .elementwise import (
@@ -263,7 +264,7 @@ def _values(value: Any, depth: int) -> Iterator[Any]:
     elif depth:
         pairs = value.items() if isinstance(value, dict) else ()
         items = value if isinstance(value, list | tuple | deque) else [each for pair in pairs for each in pair]
-        for each in (*items, *getattr(value, "__dict__", {}).values()):
+        for each in (*items, *(attributes_of(value) or {}).values()):
             yield from _values(each, depth - 1)
 
 

@@ -13,6 +13,7 @@ planning_process     all that planning does to the process, and its end
 python_random        states of the generators of `random` and numpy
 own_generators       generators of `random` and numpy that a module has for itself
 signals              delay Ctrl-C until the state is consistent
+own_attributes       attributes that Python gives to objects and files
 entered_code         see which code is entered in a block
 frames               the line of the user's code behind an exception
 fake_log             errors of ops on fake tensors, left out of torch's log

@@ -29,6 +29,7 @@ import passes
 
 from ..errors import CaptureError
 from .frames import MEMGRAPH, TORCH
+from .own_attributes import file_of
 
 Note = Callable[[FrameType], object]
 
@@ -48,7 +49,7 @@ def _is_watched(code: CodeType, content: dict[str, Any]) -> bool:
     if not code.co_filename.startswith("<"):
         return is_watched(code.co_filename)
     name = str(content.get("__name__", ""))
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = file_of(name)
     return not name.startswith("namedtuple_") and (file is None or is_watched(file))
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .own_attributes import attributes_of
+
 MAX_DEPTH = 5
 CONTAINERS = (list, tuple, set, frozenset, deque)
 CLOSED = (torch.Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -128,8 +130,7 @@ def _inside(thing: Any, kinds: tuple[type, ...], seen: set[int], depth: int) -> 
     content: Iterable[Any] = (
         thing.values() if isinstance(thing, dict) else thing if isinstance(thing, CONTAINERS) else ()
     )
-    attributes = getattr(thing, "__dict__", None)
-    for item in (*content, *(attributes.values() if isinstance(attributes, dict) else ())):
+    for item in (*content, *(attributes_of(thing) or {}).values()):
         yield from _inside(item, kinds, seen, depth + 1)
 
 

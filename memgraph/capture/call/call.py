@@ -29,6 +29,7 @@ from ...graph.captured import Input
 from ...guards.containers import RESTORED, has_same_items, restore_container
 from ...guards.signature import forward_hooks
 from ...guards.written_attributes import Attribute, call_leaves, written_attributes
+from ...system.own_attributes import attributes_of
 from ...system.user_warning import warn_user
 from ...tensors.pytree import Spec, tensors_of, unflatten
 from .changed_arguments import ArgumentSnapshot
@@ -179,7 +180,7 @@ def _inside(thing: Any) -> Iterable[Any]:
         return tuple(thing.values())
     if isinstance(thing, list | tuple | set | deque):
         return tuple(thing)
-    return (vars(thing),) if hasattr(thing, "__dict__") else ()
+    return () if (inside := attributes_of(thing)) is None else (inside,)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...system.frames import MEMGRAPH, TORCH
+from ...system.own_attributes import attributes_of
 
 LIBRARIES = (TORCH, MEMGRAPH, "<eval_with_key", "<frozen")  # their code is not watched, and neither is Python's own
 STANDARD = str(Path(dis.__file__).parent) + os.sep
@@ -122,5 +123,5 @@ def _contains(value: object, kinds: Collection[type], depth: int = 3) -> bool:
         return any(_contains(item, kinds, depth - 1) for item in value)
     if isinstance(value, dict):
         return any(_contains(item, kinds, depth - 1) for item in value.values())
-    state = getattr(value, "__dict__", None)
-    return type(state) is dict and any(_contains(item, kinds, depth - 1) for item in state.values())
+    state = attributes_of(value)
+    return state is not None and any(_contains(item, kinds, depth - 1) for item in state.values())

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ...guards.attribute_snapshot import AttributeSnapshot
@@ -54,11 +54,25 @@ def eager_behavior(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnap
         eager_casts([part for _, part in parts]),
         readable_lengths(),
         constant_transformers_checks(mode, call.tensors),
+        module_methods_as_replaced(),
     ):
         try:
             yield before
         finally:
             empty_function_caches(before)
+
+
+@contextmanager
+def module_methods_as_replaced() -> Iterator[None]:
+    """Let a trace run what someone has put in the place of nn.Module's own methods, as torch's tracer does not."""
+    call, get = torch.fx._symbolic_trace._orig_module_call, torch.fx._symbolic_trace._orig_module_getattr
+    torch.fx._symbolic_trace._orig_module_call = nn.Module.__call__
+    torch.fx._symbolic_trace._orig_module_getattr = nn.Module.__getattr__
+    try:
+        yield
+    finally:
+        torch.fx._symbolic_trace._orig_module_call = call
+        torch.fx._symbolic_trace._orig_module_getattr = get
 
 
 @contextmanager

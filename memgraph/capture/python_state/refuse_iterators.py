@@ -26,6 +26,7 @@ from ...guards.attribute_snapshot import AttributeSnapshot
 from ...guards.contents import container_of, slots
 from ...guards.module_attributes import CONSTANTS, STATE
 from ...guards.variable_scope import Scope
+from ...system.own_attributes import attributes_of
 from ...system.own_generators import OwnStates, is_own, own_generators
 
 CLOSED = (*CONSTANTS, Tensor, nn.Module, type, ModuleType)
@@ -162,7 +163,7 @@ class _Watch:
         elif not self.enters_objects or _is_from_torch(value):
             return value
         else:
-            if isinstance(inside := getattr(value, "__dict__", None), dict):
+            if (inside := attributes_of(value)) is not None:
                 self.replace_items(f"{label}.{{}}", inside, dict(inside), depth + 1)
             for name in slots(value):
                 if hasattr(value, name):

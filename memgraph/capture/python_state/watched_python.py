@@ -29,6 +29,7 @@ from ...guards.written_attributes import Attribute, AttributeWatch, HeldNeeded, 
 from ...tensors.counted_number import CountedNumber, Formula, formula_of
 from ...tensors.expressions import Variable
 from ...tensors.traced_number import is_traced
+from .eager_types import eager_types
 from .function_caches import refuse_kept_draws
 from .refuse_effects import refuse_effects
 from .refuse_iterators import refuse_iterators
@@ -78,6 +79,7 @@ class WatchedPython:
                 refuse_iterators(self.before),
                 refuse_effects(roles, values),
                 self.watch.watching(),
+                eager_types(),
             ):
                 yield
                 refuse_kept_draws(self.before)

@@ -201,7 +201,7 @@ def test_averages_over_all_batches_that_are_refused_say_what_helps_and_that_does
 
 
 def checked(h: Tensor) -> Tensor:
-    if type(h) is not Tensor:
+    if h.__class__ is not Tensor:
         raise TypeError("h has to be a tensor")
     return h
 

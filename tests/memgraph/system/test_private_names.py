@@ -20,7 +20,12 @@ FOLDER = Path(private_names.__file__).parents[1]
 PAGE = Path(private_names.__file__)
 FILES = [path for path in sorted(FOLDER.rglob("*.py")) if path != PAGE]
 TREES = [ast.parse(path.read_text()) for path in FILES]
-OTHERS = {"_getframe", "_at_fork_reinit", "_SimpleCData"}  # of Python's own
+OTHERS = {
+    "_getframe",
+    "_at_fork_reinit",
+    "_SimpleCData",
+    "_model_mapping",
+}  # of Python's own, and of transformers' auto classes
 
 
 def is_private(name: str) -> bool:

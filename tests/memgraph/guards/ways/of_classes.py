@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .way import Host, Settings, changing, of, prepared, setting
@@ -222,3 +224,59 @@ def _() -> Any:
     held: Any = Scaling()
     then = prepared(lambda m, x: m.held.twice(x), lambda m: setattr(m, "held", held))
     return then, lambda: vars(Scaling)["twice"].keywords.update(factor=3)
+
+
+class Options:
+    a = 2
+
+
+def _added(kind: type, name: str, value: Any) -> Callable[[], Callable[[], None]]:
+    def change() -> Callable[[], None]:
+        setattr(kind, name, value)
+        return lambda: delattr(kind, name)
+
+    return change
+
+
+@of("classes")
+def _() -> Any:
+    """an attribute that a class gets, found by a name that is computed"""
+    return lambda m, x: x * getattr(Options, "l" + "ater"[:NUMBER], 2), _added(Options, "lat", 3)
+
+
+@of("classes")
+def _() -> Any:
+    """an attribute that a class gets, found by a loop over `vars`"""
+    return lambda m, x: x * sum(value for name, value in vars(Options).items() if len(name) == 1), _added(
+        Options, "b", 3
+    )
+
+
+@of("classes")
+def _() -> Any:
+    """a method that the module's class gets, found by a name that is computed"""
+    named = "act_"
+    return (
+        lambda m, x: getattr(m, named + str(NUMBER), torch.neg)(x),
+        _added(Host, "act_2", lambda self, x: 3 * x),
+    )  # fmt: skip
+
+
+class Member(enum.Enum):
+    A = 1
+    B = 2
+
+    def __init__(self, number: int) -> None:
+        self.weight = number
+
+
+@of("classes")
+def _() -> Any:
+    """a member of an enum, found by a loop"""
+    return lambda m, x: x * sum(each.weight for each in Member), setting(Member.A, "weight", 5)
+
+
+@of("classes")
+def _() -> Any:
+    """a member of an enum, found by its value"""
+    return lambda m, x: x * Member(1).weight, setting(Member.A, "weight", 5)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import string
 import sys
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import networkx
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -242,3 +244,25 @@ def _() -> Any:
     """random numbers that a cached function keeps"""
     drawn.cache_clear()
     return lambda m, x: x * drawn(8), lambda: None
+
+
+TEMPLATE = string.Template("2")
+
+
+@of("libraries")
+def _() -> Any:
+    """an object of Python's library that its own code reads"""
+    return lambda m, x: x * int(TEMPLATE.substitute()), setting(TEMPLATE, "template", "3")
+
+
+@of("libraries")
+def _() -> Any:
+    """a graph of networkx"""
+    graph = networkx.path_graph(3)
+    return lambda m, x: x * graph.number_of_nodes(), lambda: graph.add_edge(0, 7)
+
+
+@of("libraries")
+def _() -> Any:
+    """a function of numpy, replaced"""
+    return lambda m, x: x * float(np.mean([2.0])), setting(np, "mean", lambda values: 3.0)

@@ -334,3 +334,30 @@ def _() -> Any:
         return x
 
     return then, lambda: setattr(ORDERED, "add", vars(ORDERED).pop("add"))
+
+
+class WithSlot(Slotted):
+    """Has a slot, and a `__dict__` as well."""
+
+
+SLOT = WithSlot()
+
+
+@of("objects")
+def _() -> Any:
+    """a slot of an object that has other attributes too"""
+    return lambda m, x: x * SLOT.scale, setting(SLOT, "scale", 3)
+
+
+class Entries(dict[str, int]):
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+ENTRIES: Any = Entries(scale=2)
+
+
+@of("objects")
+def _() -> Any:
+    """a dict whose entries are attributes, and that raises KeyError for others"""
+    return lambda m, x: x * ENTRIES.scale, lambda: ENTRIES.update(scale=3)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from .way import changing, of, on_module, prepared, setting
 
 NUMBER = 2
+TYPES: dict[type, int] = {}
 
 
 @of("torch")
@@ -150,3 +151,35 @@ def _() -> Any:
 def _() -> Any:
     """a function of torch that is replaced"""
     return lambda m, x: F.relu(x), setting(F, "relu", lambda x: x * 3)
+
+
+@of("torch")
+def _() -> Any:
+    """the type of a tensor that forward makes, beside a number"""
+    return lambda m, x: x * (NUMBER if type(x) is torch.Tensor else 7), changing("NUMBER", 3)
+
+
+@of("torch")
+def _() -> Any:
+    """the type of a parameter, looked up in a table"""
+    return lambda m, x: x * TYPES.get(type(m.linear.bias), 7), lambda: TYPES.update({nn.Parameter: 3})
+
+
+@of("torch")
+def _() -> Any:
+    """`nn.Module.__call__`, replaced"""
+    plain: Any = nn.Module.__call__
+
+    def tripled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return plain(module, *args, **kwargs) * (3 if type(module) is nn.Linear else 1)
+
+    return lambda m, x: x, setting(nn.Module, "__call__", tripled)
+
+
+@of("torch")
+def _() -> Any:
+    """a method of `torch.Tensor`, replaced after a patch that was taken back"""
+    plain: Any = torch.Tensor.sigmoid
+    torch.Tensor.sigmoid = lambda x: 3 * plain(x)  # type: ignore[method-assign, assignment]
+    torch.Tensor.sigmoid = plain  # type: ignore[method-assign]
+    return lambda m, x: x.sigmoid(), setting(torch.Tensor, "sigmoid", lambda x: 2 * plain(x))

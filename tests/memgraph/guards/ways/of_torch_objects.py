@@ -13,7 +13,7 @@ from torch.distributions import Normal
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import DistributedSampler
 
-from .way import Settings, of, on_module, prepared
+from .way import Settings, of, on_module, prepared, setting
 
 
 def kept(make: Callable[[], Any], read: Callable[[Any, Any], Any], change: Callable[[Any], Any]) -> Any:
@@ -148,3 +148,31 @@ def _() -> Any:
 def _() -> Any:
     """the arguments of an exception"""
     return kept(lambda: ValueError(2), lambda m, it: it.args[0], lambda it: setattr(it, "args", (3,)))
+
+
+AFFINE = torch.distributions.transforms.AffineTransform(1.0, 2.0)
+
+
+@of("torch's objects")
+def _() -> Any:
+    """a transform of a distribution"""
+    return lambda m, x: AFFINE(x), setting(AFFINE, "scale", 3.0)
+
+
+@of("torch's objects")
+def _() -> Any:
+    """an option of the hook of `torch.nn.utils.spectral_norm`"""
+
+    def prepare(m: Any) -> None:
+        m.normed = torch.nn.utils.spectral_norm(torch.nn.Linear(8, 8))
+
+    def change(m: Any) -> None:
+        next(iter(m.normed._forward_pre_hooks.values())).eps = 0.5
+
+    def then(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():  # so that each step begins with the same vectors
+            m.normed.weight_u.copy_(torch.linspace(0.1, 1, 8))
+            m.normed.weight_v.copy_(torch.linspace(0.1, 1, 8))
+        return m.normed(x)
+
+    return prepared(then, prepare), on_module(change)
