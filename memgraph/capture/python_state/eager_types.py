@@ -47,7 +47,13 @@ class _Meta(type):
     """Lets `TypeOf` pass for `type`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return eager_type(*args) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        found = eager_type(args[0])
+        return cls if found is type else found
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return isinstance(thing, type)
@@ -64,3 +70,7 @@ class _Meta(type):
 
 class TypeOf(type, metaclass=_Meta):
     """Python's `type`, but for fake tensors."""
+
+
+TypeOf.__name__ = TypeOf.__qualname__ = "type"
+TypeOf.__module__ = "builtins"
