@@ -19,6 +19,8 @@ import torch
 from ..system.entered_code import PACKAGES, is_watched
 from ..system.own_attributes import file_of
 
+# Objects whose insides change without a meaning for forward, or are told of elsewhere, as generators.
+STATELESS = ("torch", "memgraph", "passes", "random")
 STATEFUL = ("torch.distributions.transforms", "torch.nn.utils.")  # of torch: transforms, and hooks for weights
 PLAIN = (object, ABC, Generic, Protocol)  # bases that have no attributes of their own
 
@@ -84,4 +86,4 @@ def is_from_torch(thing: Any) -> bool:
 def has_own_state(kind: type) -> bool:
     """Return True for a class of a library whose objects are read by its own code, as the user's are by theirs."""
     name = module_of(kind)
-    return name.startswith(STATEFUL) or name.partition(".")[0] not in ("torch", "memgraph", "passes")
+    return name.startswith(STATEFUL) or name.partition(".")[0] not in STATELESS

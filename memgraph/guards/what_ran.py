@@ -38,6 +38,7 @@ from .variable_scope import WHOLE, OuterVariable, Reads, Scope, Whole, cell_cont
 
 GETTERS = (operator.attrgetter, operator.methodcaller)
 CLOSED = (type, ModuleType, nn.Module, fx.Tracer)  # the last is that of the capture
+HELD = (Tensor, nn.Module, type, ModuleType, *WRAPPERS)  # what counts otherwise
 FOUND_BY = dict.fromkeys(("getenv", "getenvb", "expanduser", "expandvars"), (os, "environ"))  # what these read
 METHODS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 ENTRIES = ("forward", "backward", "setup_context")  # methods that torch calls
@@ -241,8 +242,7 @@ class WhatRan:
         new = names - self._names
         self._names |= new
         self._add("Tensor.{}", True, Tensor, {name for name in new if hasattr(Tensor, name)})
-        for name in new & FOUND_BY.keys():
-            module, variable = FOUND_BY[name]
+        for module, variable in (FOUND_BY[name] for name in new & FOUND_BY.keys()):
             self._add(f"{module.__name__}.{{}}", True, vars(module), (variable,))
         for optimizer in self._optimizers if GROUPS in self._names else ():
             self._add(f"{type(optimizer).__name__}.{{}}", False, vars(optimizer), (GROUPS,))
@@ -339,9 +339,7 @@ class WhatRan:
     def _enter_object(self, title: str, thing: Any, depth: int, installed: bool = False) -> None:
         """Let attributes of an object count once they are named, and those of objects among them."""
         inside, kind = attributes_of(thing), type(thing)
-        if inside is None or id(inside) in self._whole or depth > DEPTH:
-            return
-        if isinstance(thing, Tensor | nn.Module | type | FunctionType | ModuleType):
+        if inside is None or isinstance(thing, HELD) or id(inside) in self._whole or depth > DEPTH:
             return
         self._enter_class(kind)
         if kind in NAMESPACES or is_open(kind):
