@@ -73,11 +73,11 @@ class FittedStep:
         return self._or_finer(lambda step: step._report(make_plan(step.trace, step.machine, FITTING)))
 
     def is_likely_to_fit(self) -> bool:
-        """Return whether the quickest pass finds a plan, blocks of weights left out."""
+        """Return whether the quick passes find a plan, blocks of weights left out."""
         if proven_nbytes(self.trace, self.machine) > self.machine.budget:
             return False
         try:
-            return bool(self._held(lambda step: step._report(make_plan(step.trace, step.machine, FITTING[:1]))).peak)
+            return bool(self._held(lambda step: step._report(make_plan(step.trace, step.machine, FITTING))).peak)
         except BudgetError:
             return False
 

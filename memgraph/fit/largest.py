@@ -82,10 +82,12 @@ class _Search:
             self.high, self.reach = steps, 1
 
     def guess(self) -> int:
-        """Return the largest size that is likely to fit; if none beyond those that do is, one near them."""
+        """Return the largest size that is likely to fit; if none beyond those that do is, one near or between them."""
         if not self.likely((self.low + 1) * self.step):
+            if self.high <= self.most:
+                return (self.low + self.high) // 2
             reach, self.reach = self.reach, 2 * self.reach
-            return min(self.low + reach, self.high - 1)
+            return min(self.low + reach, self.most)
         low, high, self.reach = self.low + 1, self.high, 1
         if low < self.unlikely < high and not self.likely(self.unlikely * self.step):
             high = self.unlikely
