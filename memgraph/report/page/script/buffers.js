@@ -57,14 +57,14 @@ function largestGroups(plan, op, most) {
     if (!members.has(of[i])) members.set(of[i], []);
     members.get(of[i]).push(i);
   }
-  const found = [...members.keys()].sort((a, b) => sums[b] - sums[a]).slice(0, most);
-  const made = ({ title, group }) => ({ title, nbytes: sums[group], members: members.get(group) });
+  const found = [...members].sort(([a], [b]) => sums[b] - sums[a]).slice(0, most);
   return {
     count: all,
-    found: found.map((group) => {
-      const only = members.get(group).length === 1;
-      return made({ title: only ? titleOf(plan, plan.lives.maker[members.get(group)[0]]) : titles[group], group });
-    }),
+    found: found.map(([group, lives]) => ({
+      title: lives.length === 1 ? titleOf(plan, plan.lives.maker[lives[0]]) : titles[group],
+      nbytes: sums[group],
+      members: lives,
+    })),
   };
 }
 
