@@ -77,7 +77,8 @@ def test_a_model_beyond_the_budget_gives_a_share_of_itself_to_measure_the_disk(
         return measure_files(None, room)
 
     monkeypatch.setattr(machine_profile, "measure_files", disk)
-    model, x = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), torch.randn(64, 512)
+    frozen = [nn.Linear(512, 512).requires_grad_(False) for _ in range(4)]  # offloaded whole on every processor
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), *frozen), torch.randn(64, 64)
     there = resident_bytes([*model.parameters(), x])
     with contextlib.suppress(memgraph.BudgetError):
         memgraph.plan(model, x, budget=there - 1_000_000 if beyond else there + 100, time_limit=0.1)
