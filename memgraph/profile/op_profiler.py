@@ -59,12 +59,14 @@ from .roofline import Rates, roofline, roofline_us
 from .step_timer import between_us, now
 
 LOG = logging.getLogger(__name__)
-Timer = Callable[[Callable[[], object], int], float]  # of a run and its workspace; returns microseconds
+# Of a run, its workspace and the microseconds of its first run, or 0 if a step's run can't take as long; returns
+# microseconds.
+Timer = Callable[[Callable[[], object], int, float], float]
 
 
-# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds.  Its threads must
-# work as long: one that waits for other work of the machine is no measure.  Nor is one that the kernel works for, since
-# that is new pages, and later runs get those of the first.
+# A first run on a CPU that takes as long is not repeated, as setting up kernels takes milliseconds; a shorter one is
+# one of the two that have to agree.  Its threads must work as long: one that waits for other work of the machine is no
+# measure.  Nor is one that the kernel works for, since that is new pages, and later runs get those of the first.
 LONG_US = 200_000.0
 KERNEL_SHARE = 0.05
 KNOWN = 8192  # ops that a process caches, about 1 kB each; the least recently used is dropped
@@ -197,9 +199,9 @@ class OpProfiler:
             self._flushes[device] = flush_caches(device)
         shortest = partial(shortest_us, device=device, before=self._flushes[device], most=self._most_runs(node))
         if device.type != "cuda":
-            return lambda run, _: shortest(run)
+            return lambda run, _, first_us: shortest(run, first_us=first_us)
         nbytes = _nbytes(node)
-        return lambda run, workspace: cold_us(run, shortest(run), device, nbytes, self._most - nbytes - workspace)
+        return lambda run, workspace, _: cold_us(run, shortest(run), device, nbytes, self._most - nbytes - workspace)
 
     def _most_runs(self, node: fx.Node) -> int:
         """Return the runs for whose results there is room: glibc may place each of them beside the freed ones."""
@@ -309,7 +311,7 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
                 run()  # the first run also needs the memory of tuning
             began = getrusage(RUSAGE_SELF)
             (result, first_us), allocated = measure_peak(partial(timed_us, run, device), device)
-            is_long = device.type == "cpu" and first_us >= LONG_US and _has_computed(began)
+            is_measure = device.type == "cpu" and _has_computed(began, first_us)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -320,15 +322,19 @@ def _run_on(node: fx.Node, timer: Timer | None, number: int, truth: bool) -> OpC
         layouts, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         workspace = block_nbytes(max(0, allocated.peak - nbytes), device)
         del result, results
-        us = first_us if is_long else timer(run, workspace) if timer else timed_us(run, device)[1]
+        is_long = is_measure and first_us >= LONG_US
+        if is_long or timer is None:
+            us = first_us if is_long else timed_us(run, device)[1]
+        else:
+            us = timer(run, workspace, first_us if is_measure else 0.0)
         return OpCost(Cost(round(us, 1), workspace), layouts, is_timed=is_long or timer is not None)
 
 
-def _has_computed(since: struct_rusage) -> bool:
-    """Return True if this process has computed for long, and the kernel hardly worked for it."""
+def _has_computed(since: struct_rusage, us: float) -> bool:
+    """Return True if this process has computed for so long, and the kernel hardly worked for it."""
     used = getrusage(RUSAGE_SELF)
     kernel, computed = used.ru_stime - since.ru_stime, used.ru_utime - since.ru_utime
-    return 1e6 * (computed + kernel) >= LONG_US and kernel <= KERNEL_SHARE * computed
+    return 1e6 * (computed + kernel) >= min(us, LONG_US) and kernel <= KERNEL_SHARE * computed
 
 
 def cold_us(run: Callable[[], object], warm_us: float, device: torch.device, nbytes: int, room: int) -> float:

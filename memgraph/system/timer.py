@@ -30,17 +30,21 @@ LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 def shortest_us(
-    run: Callable[[], object], device: torch.device, before: Callable[[], object] = int, most: int = REPEATS
-) -> float:
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] = int, most: int = REPEATS,
+    first_us: float = 0.0,
+) -> float:  # fmt: skip
     """Return the least time of at most `most` runs, each after `before`, which is not timed.
 
     `run` must have been called before, because a first call also sets up its kernels. Time in which this thread waited
     for a core is left out. The least time is taken, not the median, because other work of the machine only adds to a
     time; two runs that agree on it are enough. `replan.py` corrects times with those of real steps.
+
+    Args:
+        first_us: of that call, if a step's run may take as long: one run that agrees with it is enough.
     """
     least, second, spent, runs = float("inf"), float("inf"), 0.0, 0
     line = _line(run, device)
-    while not runs or (runs < most and spent < ENOUGH_US and second > least * AGREED):
+    while not runs or (runs < most and spent < ENOUGH_US and not _agree(least, second)):
         before()
         waited = waited_us()
         _, us = timed_us(partial(repeats, run, line), device)
@@ -48,7 +52,13 @@ def shortest_us(
         us = max(us - (waited_us() - waited), us * LEAST_SHARE)
         least, second = sorted((least, second, us / line))[:2]
         spent, runs = spent + us, runs + 1
+        if first_us and _agree(least, first_us):
+            break
     return round(least, 1)
+
+
+def _agree(one_us: float, other_us: float) -> bool:
+    return max(one_us, other_us) <= AGREED * min(one_us, other_us)
 
 
 def _line(run: Callable[[], object], device: torch.device) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile import op_profiler
+from memgraph.system import timer
 
 RUNS: list[int] = []  # elements of each run
 WAIT_S = {"each run": 0.0}
@@ -93,3 +94,22 @@ def test_a_long_run_is_not_repeated_when_its_time_is_needed(monkeypatch: pytest.
     memgraph.plan(model, x, budget="1GB")  # fits: no time is needed
     memgraph.sweep(model, x)
     assert len(RUNS) == 1
+
+
+@pytest.mark.parametrize(
+    ("first_us", "times_us", "runs", "us"),
+    [
+        (0.0, [100.0, 101.0, 99.0], 2, 100.0),
+        (98.0, [100.0, 99.0, 99.0], 1, 100.0),  # what was filled just before the first run may be in the cache still
+        (120.0, [100.0, 101.0, 99.0], 2, 100.0),
+        (120.0, [130.0, 121.0, 99.0], 2, 121.0),
+    ],
+)
+def test_a_run_that_agrees_with_one_before_is_the_last(
+    first_us: float, times_us: list[float], runs: int, us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(times_us)
+    monkeypatch.setattr(timer, "timed_us", lambda run, device: (run(), next(left)))
+    monkeypatch.setattr(timer, "waited_us", lambda: 0.0)
+    assert timer.shortest_us(lambda: RUNS.append(1), torch.device("cpu"), first_us=first_us) == us
+    assert len(RUNS) == runs
